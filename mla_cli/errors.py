@@ -1,0 +1,65 @@
+"""Every error that a user can cause or meet, as one line: what is wrong, where, and what to do.
+
+Errors are raised where the fact is known; only `mla_cli.app` turns them into text and exit codes.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_QUALITY = 3
+EXIT_INTERRUPTED = 130
+
+
+class MlaError(Exception):
+    """A failure with a cause the user can act on (exit code 1).
+
+    Args:
+        what: what is wrong, in one clause.
+        where: the file, tensor or key it was found at.
+        fix: what the user can do about it.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, what: str, *, where: object = None, fix: str | None = None) -> None:
+        self.what = what
+        self.where = None if where is None else str(where)
+        self.fix = fix
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        place = f" [{self.where}]" if self.where else ""
+        advice = f" -> {self.fix}" if self.fix else ""
+        return " ".join(f"{self.what}{place}{advice}".split())
+
+
+class UsageError(MlaError):
+    """An option has a value that cannot be used (exit code 2)."""
+
+    exit_code = EXIT_USAGE
+
+
+class InputError(MlaError):
+    """An input (checkpoint, text, prompt file) cannot be used (exit code 2)."""
+
+    exit_code = EXIT_USAGE
+
+
+class UnsupportedError(InputError):
+    """The input is sound, but asks for mathematics that is not implemented (exit code 2)."""
+
+
+class OutputError(MlaError):
+    """The output could not be written: it exists, the disk is full, no permission (exit code 1)."""
+
+
+class NetworkError(MlaError):
+    """Something had to be fetched and could not be (exit code 1)."""
+
+
+class QualityError(MlaError):
+    """Measured quality misses the gate the user set (exit code 3)."""
+
+    exit_code = EXIT_QUALITY
