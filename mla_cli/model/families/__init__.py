@@ -1,0 +1,34 @@
+"""The families that can be read: one line each."""
+
+from __future__ import annotations
+
+import difflib
+
+from mla_cli.errors import InputError, UnsupportedError
+from mla_cli.model.families.base import Config, Family
+from mla_cli.model.families.deepseek import DEEPSEEK
+from mla_cli.model.families.gpt2 import GPT2
+from mla_cli.model.families.llama import LLAMA, MISTRAL, QWEN2
+from mla_cli.model.families.native import NATIVE
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, GPT2, DEEPSEEK, NATIVE)
+
+
+def family_of(config: Config) -> Family:
+    """The family that reads a configuration.
+
+    Raises:
+        InputError: no `model_type`. UnsupportedError: a `model_type` nobody reads.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise InputError("config.json has no model_type", where="config.json: model_type", fix="add it, e.g. 'llama'")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = [name for family in FAMILIES for name in family.model_types]
+    nearest = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5)
+    hint = f"; nearest: {nearest[0]}" if nearest else ""
+    raise UnsupportedError(
+        f"unsupported model_type '{model_type}'{hint}; supported: {', '.join(known)}", where="config.json: model_type"
+    )

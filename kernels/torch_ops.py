@@ -1,0 +1,87 @@
+"""Attention through PyTorch's own operators, on CPU and CUDA alike: the path where no Triton kernel is used."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Absorbed attention over a latent cache, as `reference.latent_attention`, in the type of `q_latent`.
+
+    Args:
+        q_latent: `[B, T, H, r]`; q_rope: `[B, T, H, d_R]`.
+        latent: `[B, S, r]`; k_rope: `[B, S, d_R]`; finite everywhere.
+        visible: `[B, T, S]` bool with at least one key a query; None: every query sees every key.
+
+    Returns:
+        `[B, T, H, r]`.
+    """
+    b, t, h, r = q_latent.shape
+    query = torch.cat((q_latent, q_rope), dim=-1).reshape(b, t * h, -1)  # [B, T*H, r+rope]: heads are query rows
+    key = torch.cat((latent, k_rope), dim=-1)  # [B, S, r+rope]
+    scores = torch.baddbmm(
+        query.new_zeros(()).expand(b, t * h, key.shape[1]), query, key.transpose(1, 2), beta=0, alpha=scale
+    ).float()  # [B, T*H, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.view(b, t, h, -1).masked_fill(~visible[:, :, None, :], float("-inf")).view_as(scores)
+    weights = scores.softmax(dim=-1).to(latent.dtype)
+    return torch.bmm(weights, latent).view(b, t, h, r)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention with explicit keys and values (standard attention; the chunk of a latent prefill).
+
+    Args:
+        query: `[B, T, H, d]`; key: `[B, S, G, d]`; value: `[B, S, G, d_v]`, `H` a multiple of `G`.
+        visible: `[B, T, S]` bool; None: plain causal, `T == S`.
+
+    Returns:
+        `[B, T, H, d_v]`.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, heads, tokens, d]
+    if softcap is not None:
+        return _softcapped(q, k, v, visible, scale, softcap).transpose(1, 2)
+    wide = q.shape[-1] - v.shape[-1]
+    if wide > 0:
+        v = F.pad(v, (0, wide))  # fused attention wants one width
+    mask = None if visible is None else visible[:, None]  # [B, 1, T, S]
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and mask is not None and q.shape[2] == 1:
+        # One new token: the heads of a group are query rows over the same keys, which are then read once.
+        q = q.reshape(q.shape[0], k.shape[1], groups, -1)  # [B, G, H/G, d]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        out = out.reshape(q.shape[0], 1, -1, v.shape[-1])  # [B, 1, H, d]
+        return out[..., : value.shape[-1]]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out.transpose(1, 2)[..., : value.shape[-1]]
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    if visible is None:
+        visible = torch.ones(q.shape[0], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~visible[:, None], float("-inf")).softmax(dim=-1).to(v.dtype) @ v

@@ -1,0 +1,163 @@
+"""From an opened source to a decoder, whole or one layer at a time, with every tensor accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from mla_cli.checkpoint.sources import Source, open_source
+from mla_cli.errors import InputError
+from mla_cli.model.decoder import Decoder, DecoderLayer, make_norm
+from mla_cli.model.families import family_of
+from mla_cli.model.families.base import Family, TensorRule
+from mla_cli.model.spec import DecoderSpec
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checkpoint whose configuration is understood and whose tensors are all there, with the right shapes.
+
+    Attributes:
+        source: the opened checkpoint; family: who reads it; spec: the decoder; rules: where each tensor is.
+        notes: what a user should know (a tied flag that the file contradicts, ...).
+    """
+
+    source: Source
+    family: Family
+    spec: DecoderSpec
+    rules: dict[str, TensorRule]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The data type most of the weights are stored in."""
+        return self.source.tensors.infos[self.rules["model.layers.0.self_attn.o_proj.weight"].source].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """One of the decoder's tensors, by the decoder's name, in its stored type.
+
+        Raises:
+            InputError: it holds NaN or infinity.
+        """
+        rule = self.rules[name]
+        stored = self.source.tensors.read(rule.source)
+        if not bool(torch.isfinite(stored).all()):
+            raise InputError(
+                f"tensor {rule.source} holds NaN or infinity",
+                where=self.source.tensors.infos[rule.source].file,
+                fix="the file is damaged or the model diverged; download it again",
+            )
+        if rule.transpose:
+            stored = stored.T
+        if rule.rows is not None:
+            stored = stored[rule.rows[0] : rule.rows[1]]
+        return stored.contiguous()
+
+    def layer_names(self, layer: int) -> list[str]:
+        """Names of one layer's tensors."""
+        prefix = f"model.layers.{layer}."
+        return [name for name in self.rules if name.startswith(prefix)]
+
+
+def resolve(source: Source) -> ModelSource:
+    """Understand a source: its family, its decoder, and where every tensor is.
+
+    Raises:
+        InputError: a tensor is missing, has a wrong shape or type, or would be left unused.
+    """
+    family = family_of(source.config)
+    spec = family.spec(source.config)
+    infos = source.tensors.infos
+    notes: list[str] = []
+    if spec.tied and "lm_head.weight" in infos:
+        spec, said = _resolve_tied(source, family, spec)
+        notes += said
+    rules = family.tensors(spec, frozenset(infos))
+    for rule in rules.values():
+        info = infos.get(rule.source)
+        if info is None:
+            raise source.tensors.missing(rule.source)
+        if info.shape != rule.shape:
+            raise InputError(
+                f"tensor {rule.source} has shape {list(info.shape)}, config.json asks for {list(rule.shape)}",
+                where=info.file,
+                fix="config.json and weights do not belong together; download both again",
+            )
+        if info.dtype not in _FLOATS:
+            raise InputError(
+                f"tensor {rule.source} has type {str(info.dtype).removeprefix('torch.')}, not a plain float type",
+                where=info.file,
+                fix="the model is quantised; dequantise it first (save it in bfloat16)",
+            )
+    used = {rule.source for rule in rules.values()}
+    tied_copy = {"lm_head.weight"} if spec.tied else set()
+    unused = [name for name in infos if name not in used | tied_copy and not family.skips(name)]
+    if unused:
+        raise InputError(
+            f"{len(unused)} tensor(s) of the file would be left unused, e.g. {unused[0]}",
+            where=infos[unused[0]].file,
+            fix=f"config.json (model_type '{spec.model_type}') does not describe this file: check its bias and size keys",
+        )
+    return ModelSource(source, family, spec, rules, tuple(notes))
+
+
+def _resolve_tied(source: Source, family: Family, spec: DecoderSpec) -> tuple[DecoderSpec, list[str]]:
+    # A tied flag with another lm_head in the file: the file wins, as in transformers.
+    embedding = family.tensors(spec, frozenset(source.tensors.infos))["model.embed_tokens.weight"].source
+    if embedding in source.tensors.infos and torch.equal(
+        source.tensors.read(embedding), source.tensors.read("lm_head.weight")
+    ):
+        return spec, []
+    said = "config.json ties the output head to the embedding, but the file's lm_head.weight differs: using lm_head.weight"
+    return replace(spec, tied=False), [said]
+
+
+def open_model(text: str, *, offline: bool = False) -> ModelSource:
+    """Open and understand a source given as the user writes it (folder, Hub id, `.gguf`, built-in name)."""
+    return resolve(open_source(text, offline=offline))
+
+
+def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, device: str | torch.device) -> None:
+    state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
+    module.load_state_dict(state, strict=True, assign=True)
+    module.requires_grad_(False).eval()
+
+
+def load_layer(
+    model: ModelSource, layer: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> DecoderLayer:
+    """One decoder layer with its weights."""
+    with torch.device("meta"):
+        module = DecoderLayer(model.spec, layer)
+    prefix = f"model.layers.{layer}."
+    _fill(module, ((n.removeprefix(prefix), model.tensor(n)) for n in model.layer_names(layer)), dtype, device)
+    return module
+
+
+def load_decoder(
+    model: ModelSource, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
+    """The whole decoder, filled layer by layer so that no second copy of the weights ever exists."""
+    decoder = load_frame(model, dtype=dtype, device=device)
+    decoder.layers = nn.ModuleList(
+        load_layer(model, layer, dtype=dtype, device=device) for layer in range(model.spec.num_layers)
+    )
+    return decoder
+
+
+def load_frame(
+    model: ModelSource, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
+    """The decoder without layers: embedding, final norm, output head (for work layer by layer)."""
+    with torch.device("meta"):
+        decoder = Decoder(model.spec.with_attention(()))
+        decoder.norm = make_norm(model.spec)
+    decoder.spec = model.spec
+    names = [name for name in model.rules if not name.startswith("model.layers.")]
+    _fill(decoder, ((name.removeprefix("model."), model.tensor(name)) for name in names), dtype, device)
+    return decoder

@@ -1,0 +1,176 @@
+"""Standard and latent attention, each readable as its equation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mla_cli.kernels import reference, torch_ops
+from mla_cli.model.cache import Cache
+from mla_cli.model.rotary import rotary_tables, rotate
+from mla_cli.model.spec import LatentAttentionSpec, RotarySpec, StandardAttentionSpec
+
+Record = dict[str, Tensor]
+
+
+@dataclass
+class Step:
+    """What the layers of one forward pass share: where the tokens stand, and what they may see.
+
+    Attributes:
+        positions: `[B, T]` int64; `ends`: `[B]` tokens of each sequence once this step is done.
+        cache: where earlier tokens are, or None.
+        keys: key places to read, `S`; `fresh`: no earlier tokens, so the step attends to itself alone.
+        backend: `torch` or `reference`.
+    """
+
+    positions: Tensor
+    ends: Tensor
+    keys: int
+    cache: Cache | None = None
+    fresh: bool = True
+    backend: str = "torch"
+    _tables: dict[RotarySpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _visible: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def rotary(self, rotary: RotarySpec) -> tuple[Tensor, Tensor]:
+        """cos, sin `[B, T, n]`, made once a step."""
+        if rotary not in self._tables:
+            self._tables[rotary] = rotary_tables(rotary, self.positions, self.ends)
+        return self._tables[rotary]
+
+    def visible(self, window: int | None) -> Tensor | None:
+        """`[B, T, S]` bool, or None for plain causal attention of a fresh step."""
+        if window not in self._visible:
+            plain = self.fresh and (window is None or window >= self.keys)
+            self._visible[window] = None if plain else reference.visible_keys(self.positions, self.keys, window)
+        return self._visible[window]
+
+
+class StandardAttention(nn.Module):
+    """`softmax(scale * rope(q) rope(k)^T) v`, heads sharing keys in groups."""
+
+    def __init__(self, spec: StandardAttentionSpec, hidden: int, layer: int) -> None:
+        super().__init__()
+        self.spec, self.layer = spec, layer
+        kv = spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(hidden, spec.num_heads * spec.head_dim, bias=spec.q_bias)
+        self.k_proj = nn.Linear(hidden, kv, bias=spec.kv_bias)
+        self.v_proj = nn.Linear(hidden, kv, bias=spec.kv_bias)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, hidden, bias=spec.o_bias)
+
+    def forward(self, x: Tensor, step: Step, record: Record | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; `record` receives `q`, `k`, `v` before rotation."""
+        s = self.spec
+        q = self.q_proj(x).unflatten(-1, (s.num_heads, s.head_dim))  # [B, T, H, d]
+        k = self.k_proj(x).unflatten(-1, (s.num_kv_heads, s.head_dim))  # [B, T, G, d]
+        v = self.v_proj(x).unflatten(-1, (s.num_kv_heads, s.head_dim))  # [B, T, G, d]
+        if record is not None:
+            record.update(q=q, k=k, v=v)
+        if s.rotary is not None:
+            cos, sin = step.rotary(s.rotary)
+            q, k = rotate(q, cos, sin, interleaved=False), rotate(k, cos, sin, interleaved=False)
+        if step.cache is not None:
+            k, v = step.cache.write(self.layer, step.positions, k, v)
+            if not step.fresh:
+                k, v = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, G, d]
+        out = torch_ops.attention(q, k, v, step.visible(s.window), s.scale, s.softcap)  # [B, T, H, d]
+        if record is not None:
+            record["heads"] = out
+        return self.o_proj(out.flatten(-2))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: the cache holds one latent and one rotary key a token.
+
+    `scores = scale * (q_nope W_UK c + rope(q_rope) rope(k_rope))`, `values = W_UV c`. A prompt rebuilds keys and values;
+    later tokens run absorbed, with `W_UK` in the query and `W_UV` in the output, so that the cache is all that is read.
+    """
+
+    def __init__(self, spec: LatentAttentionSpec, hidden: int, layer: int) -> None:
+        super().__init__()
+        self.spec, self.layer = spec, layer
+        s, query_width = spec, spec.num_heads * spec.qk_head_dim
+        if s.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, query_width, bias=s.q_bias)
+        else:
+            self.q_a_proj = nn.Linear(hidden, s.q_lora_rank, bias=s.kv_a_bias)
+            self.q_a_layernorm = nn.RMSNorm(s.q_lora_rank, eps=s.norm_eps)
+            self.q_b_proj = nn.Linear(s.q_lora_rank, query_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, s.kv_lora_rank + s.qk_rope_head_dim, bias=s.kv_a_bias)
+        if s.norm_eps is not None:
+            self.kv_a_layernorm = nn.RMSNorm(s.kv_lora_rank, eps=s.norm_eps)
+        self.kv_b_proj = nn.Linear(s.kv_lora_rank, s.num_heads * (s.qk_nope_head_dim + s.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(s.num_heads * s.v_head_dim, hidden, bias=s.o_bias)
+
+    def forward(self, x: Tensor, step: Step, record: Record | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; `record` receives `latent`, `k_rope`, `q_nope`, `q_rope`."""
+        s = self.spec
+        q_nope, q_rope = self._queries(x).split((s.qk_nope_head_dim, s.qk_rope_head_dim), dim=-1)  # [B, T, H, ...]
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((s.kv_lora_rank, s.qk_rope_head_dim), dim=-1)  # [B, T, r]
+        if s.norm_eps is not None:
+            latent = self.kv_a_layernorm(latent)
+        if record is not None:
+            record.update(latent=latent, k_rope=k_rope, q_nope=q_nope, q_rope=q_rope)
+        if s.rotary is not None and s.qk_rope_head_dim:
+            cos, sin = self._tables(s.rotary, step)
+            q_rope = rotate(q_rope, cos, sin, interleaved=s.interleaved)
+            k_rope = rotate(k_rope, cos, sin, interleaved=s.interleaved)
+        if step.cache is not None:
+            latent, k_rope = step.cache.write(self.layer, step.positions, latent, k_rope)
+        visible = step.visible(s.window)
+        if step.fresh and step.backend == "torch":
+            out = self._rebuilt(q_nope, q_rope, latent, k_rope, visible)
+        else:
+            if step.cache is not None and not step.fresh:
+                latent, k_rope = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, r], [B, S, rope]
+            out = self._absorbed(q_nope, q_rope, latent, k_rope, visible, step)
+        if record is not None:
+            record["heads"] = out
+        return self.o_proj(out.flatten(-2))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self.spec.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return q.unflatten(-1, (self.spec.num_heads, self.spec.qk_head_dim))  # [B, T, H, nope+rope]
+
+    def _tables(self, rotary: RotarySpec, step: Step) -> tuple[Tensor, Tensor]:
+        cos, sin = step.rotary(rotary)
+        if self.spec.frequencies is None:
+            return cos, sin
+        index = torch.tensor(self.spec.frequencies, device=cos.device)
+        return cos.index_select(-1, index), sin.index_select(-1, index)
+
+    def _up(self) -> tuple[Tensor, Tensor]:
+        # W_UK [H, nope, r] and W_UV [H, v, r]
+        s = self.spec
+        up = self.kv_b_proj.weight.view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
+        return up.split((s.qk_nope_head_dim, s.v_head_dim), dim=1)  # type: ignore[no-any-return]
+
+    def _rebuilt(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        s = self.spec
+        kv = self.kv_b_proj(latent).unflatten(-1, (s.num_heads, -1))  # [B, T, H, nope+v]
+        k_nope, v = kv.split((s.qk_nope_head_dim, s.v_head_dim), dim=-1)
+        query = torch.cat((q_nope, q_rope), dim=-1)  # [B, T, H, nope+rope]
+        key = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, s.num_heads, -1)), dim=-1)
+        return torch_ops.attention(query, key, v, visible, s.scale, s.softcap)  # [B, T, H, v]
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor | None, step: Step
+    ) -> Tensor:
+        s = self.spec
+        w_uk, w_uv = self._up()
+        q_latent = torch.einsum("bthn,hnr->bthr", q_nope, w_uk)  # [B, T, H, r]
+        if step.backend == "reference":
+            seen = reference.visible_keys(step.positions, latent.shape[1], s.window) if visible is None else visible
+            out, _ = reference.latent_attention(q_latent, q_rope, latent, k_rope, seen, s.scale, s.softcap)
+            out = out.to(latent.dtype)
+        else:
+            out = torch_ops.latent_attention(q_latent, q_rope, latent, k_rope, visible, s.scale, s.softcap)
+        return torch.einsum("bthr,hvr->bthv", out, w_uv)  # [B, T, H, v]

@@ -1,0 +1,184 @@
+"""The decoder: embedding, layers, final norm, output head. One layer can be built and run on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mla_cli.errors import InputError
+from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step
+from mla_cli.model.cache import Cache
+from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLP(nn.Module):
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        if spec.gated_mlp:
+            self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.gated = spec.gated_mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`."""
+        if self.gated:
+            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(self.activation(self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def make_norm(spec: DecoderSpec) -> nn.Module:
+    """The decoder's norm over the hidden size."""
+    if spec.norm == "rms":
+        return nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
+    return nn.LayerNorm(spec.hidden_size, eps=spec.norm_eps)
+
+
+class DecoderLayer(nn.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, spec: DecoderSpec, layer: int) -> None:
+        super().__init__()
+        attention = spec.attention[layer]
+        self.input_layernorm = make_norm(spec)
+        self.self_attn: LatentAttention | StandardAttention
+        if isinstance(attention, LatentAttentionSpec):
+            self.self_attn = LatentAttention(attention, spec.hidden_size, layer)
+        else:
+            self.self_attn = StandardAttention(attention, spec.hidden_size, layer)
+        self.post_attention_layernorm = make_norm(spec)
+        self.mlp = MLP(spec)
+
+    def forward(self, x: Tensor, step: Step, record: Record | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; `record` receives the attention's inner tensors and `x`, its normed input."""
+        normed = self.input_layernorm(x)
+        if record is not None:
+            record["x"] = normed
+        x = x + self.self_attn(normed, step, record)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """A whole decoder. `forward` gives normed hidden states, `logits` the vocabulary scores of those one wants."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.backend = "torch"
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if spec.learned_positions:
+            self.embed_positions = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
+        self.norm = make_norm(spec)
+        if not spec.tied:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type the decoder computes in."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device the decoder lives on."""
+        return self.embed_tokens.weight.device
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: `[B, T]` int64, padded on the right where sequences differ in length.
+            cache: holds what came before; the step is added to it. None: the sequences start here.
+            lengths: `[B]` tokens of each row that count (a CPU tensor avoids a wait); None: all `T`.
+
+        Returns:
+            `[B, T, D]`; rows beyond a sequence's length are meaningless.
+
+        Raises:
+            InputError: a token id or a position is outside the model's tables.
+        """
+        step = begin_step(self.spec, tokens.shape, self.device, cache, lengths, self.backend)
+        x = self.embed(tokens, step.positions)  # [B, T, D]
+        for layer in self.layers:
+            x = layer(x, step)
+        if cache is not None:
+            cache.advance(step.ends)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """`[B, T]` ids (and positions) to `[B, T, D]`."""
+        check_tokens(tokens, self.spec.vocab_size)
+        x = self.embed_tokens(tokens)
+        if self.spec.learned_positions:
+            # Padding may stand past the table; its rows are meaningless anyway.
+            x = x + self.embed_positions(positions.clamp(max=self.spec.max_position_embeddings - 1))
+        return x  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` hidden states to `[..., V]` scores."""
+        weight = self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
+        return F.linear(hidden, weight)
+
+    def make_cache(self, batch: int, capacity: int, quantizers: tuple | None = None, dtype: torch.dtype | None = None) -> Cache:  # type: ignore[type-arg]
+        """An empty cache for this decoder (see `Cache`)."""
+        return Cache(
+            self.spec, batch, capacity, dtype=dtype or self.dtype, device=self.device, quantizers=quantizers
+        )
+
+
+def begin_step(
+    spec: DecoderSpec,
+    shape: torch.Size,
+    device: torch.device,
+    cache: Cache | None = None,
+    lengths: Tensor | None = None,
+    backend: str = "torch",
+) -> Step:
+    """Positions and visibility of `[B, T]` new tokens that follow what `cache` holds.
+
+    Raises:
+        InputError: a token would stand past the model's table of learned positions.
+        MlaError: a sequence would outgrow the cache.
+    """
+    batch, new = shape
+    added = torch.full((batch,), new) if lengths is None else lengths.cpu()  # [B]
+    ends = added if cache is None else cache.host_lengths + added
+    if spec.learned_positions and batch and int(ends.max()) > spec.max_position_embeddings:
+        raise InputError(
+            f"a sequence of {int(ends.max())} tokens exceeds the model's {spec.max_position_embeddings} learned positions",
+            fix="shorten the prompt or ask for fewer new tokens",
+        )
+    offsets = torch.arange(new, device=device)
+    if cache is None:
+        return Step(offsets.expand(batch, new), ends.to(device), keys=new, backend=backend)
+    fresh = cache.longest == 0
+    cache.begin(new, ends)
+    positions = cache.lengths[:, None] + offsets  # [B, T]
+    return Step(positions, ends.to(device), keys=cache.longest + new, cache=cache, fresh=fresh, backend=backend)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Refuse ids outside the embedding table before any kernel runs."""
+    if tokens.numel() and not tokens.is_cuda:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise InputError(
+                f"token id {low if low < 0 else high} is outside the model's embedding table of {vocab_size} rows",
+                fix="the tokenizer does not belong to this model; use the one it was trained with",
+            )

@@ -1,0 +1,218 @@
+"""What a family is: which configurations it reads, what decoder they describe, and where the tensors are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mla_cli.errors import InputError, UnsupportedError
+from mla_cli.model.decoder import ACTIVATIONS
+from mla_cli.model.spec import DecoderSpec, RopeKind, RotarySpec
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """Where one of the decoder's tensors is in a checkpoint.
+
+    Attributes:
+        source: its name there; shape: its shape there.
+        transpose: stored as `[in, out]` (GPT-2's Conv1D).
+        rows: which output rows of it are meant (a fused projection); None: all.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    transpose: bool = False
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture family.
+
+    Attributes:
+        model_types: values of `model_type` it reads.
+        spec: configuration to decoder.
+        tensors: decoder to rules, keyed by the decoder's own (Llama-style) tensor names; the set of names in the file
+            is given for families whose names have variants.
+        skipped: patterns of tensors in a file that carry no weights of the model.
+        deepseek_source: whether a conversion can be written in the stock DeepSeek form.
+    """
+
+    model_types: tuple[str, ...]
+    spec: Callable[[Config], DecoderSpec]
+    tensors: Callable[[DecoderSpec, frozenset[str]], dict[str, TensorRule]]
+    skipped: tuple[str, ...] = ()
+
+    def skips(self, name: str) -> bool:
+        """Whether a tensor of the file is known to carry nothing."""
+        return any(re.fullmatch(pattern, name) for pattern in self.skipped)
+
+
+# Keys that never change what the decoder computes.
+NEUTRAL_KEYS = frozenset(
+    """architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path use_cache initializer_range
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id attention_dropout
+    attention_probs_dropout_prob hidden_dropout resid_pdrop embd_pdrop attn_pdrop pretraining_tp output_router_logits
+    tie_word_embeddings vocab_size return_dict output_hidden_states output_attentions torchscript use_bfloat16 is_decoder
+    is_encoder_decoder is_llama_config rope_interleaved transformers.js_config task_specific_params id2label label2id
+    problem_type finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout n_ctx gradient_checkpointing chunk_size_feed_forward prefix tokenizer_class unsloth_version
+    unsloth_fixed mla_kv_cache quantization_config _attn_implementation _flash_attn_2_enabled _attn_implementation_autoset
+    max_window_layers attn_implementation reorder_and_upcast_attn use_return_dict num_labels remove_invalid_values
+    head_dim_original rms_norm_eps_original cross_attention_hidden_size tf_legacy_loss pruned_heads""".split()
+)
+
+# A key with one of these words may change the mathematics, so a family that does not know it must not guess.
+_MATHEMATICAL = re.compile(
+    r"scal|multipl|cap|norm|rope|rotary|attn|attention|window|bias|act|expert|alibi|parallel|resid|position|head|layer|"
+    r"quant|lora|mlp|logit|sink|theta|eps|embed|moe|conv|gate|mask|factor|temperature|tie|kv|interleav|rank|chunk|mult"
+)
+
+
+def check_keys(config: Config, understood: frozenset[str], model_type: str) -> None:
+    """Refuse, by name, configuration keys that may change the mathematics and that the family does not understand."""
+    for key, value in config.items():
+        if key in understood or key in NEUTRAL_KEYS or not value:
+            continue
+        if _MATHEMATICAL.search(key.lower()):
+            raise UnsupportedError(
+                f"config.json has the key '{key}' = {str(value)[:60]!r}, which may change what the model computes and is not "
+                f"known for model_type '{model_type}'",
+                where=f"config.json: {key}",
+                fix="remove the key if it has no effect, or report the model so that it gets supported",
+            )
+
+
+def integer(config: Config, key: str, default: int | None = None, *, least: int = 1) -> int:
+    """A whole number of the configuration; absent and null mean the default."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix="restore the original file")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"config.json: {key} must be a whole number of at least {least}, not {value!r}", where=key)
+    return value
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    """A positive number of the configuration; absent and null mean the default."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix="restore the original file")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise InputError(f"config.json: {key} must be a positive number, not {value!r}", where=key)
+    return float(value)
+
+
+def flag(config: Config, key: str, default: bool = False) -> bool:
+    """A truth value of the configuration; absent and null mean the default."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise InputError(f"config.json: {key} must be true or false, not {value!r}", where=key)
+    return value
+
+
+def activation(config: Config, key: str, default: str) -> str:
+    """The MLP's activation, refused by name when unknown."""
+    name = config.get(key) or default
+    if name not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"config.json: activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}", where=key
+        )
+    return str(name)
+
+
+def head_counts(config: Config) -> tuple[int, int]:
+    """Query heads and key/value heads, checked to divide."""
+    heads = integer(config, "num_attention_heads")
+    kv_heads = integer(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise InputError(
+            f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly",
+            where="num_attention_heads, num_key_value_heads",
+        )
+    return heads, kv_heads
+
+
+_ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {  # type -> (needed, allowed besides)
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "yarn": (
+        {"factor"},
+        {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+         "truncate"},
+    ),
+}
+
+
+def rotary(config: Config, dim: int) -> RotarySpec:
+    """The rotary embedding of a configuration, in the old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`) form.
+
+    Raises:
+        InputError: a key that the type needs is missing. UnsupportedError: an unknown type or key.
+    """
+    where, rope = "rope_scaling", config.get("rope_scaling")
+    if config.get("rope_parameters"):
+        where, rope = "rope_parameters", config["rope_parameters"]
+    rope = rope or {}
+    if not isinstance(rope, dict):
+        raise InputError(f"config.json: {where} must be an object, not {rope!r}", where=where)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _ROPE_KEYS:
+        raise UnsupportedError(
+            f"config.json: rope type {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}", where=f"{where}.rope_type"
+        )
+    needed, allowed = _ROPE_KEYS[kind]
+    for key in sorted(needed):
+        if rope.get(key) is None:
+            raise InputError(f"config.json: {where} of type '{kind}' lacks the key '{key}'", where=f"{where}.{key}")
+    common = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    for key, value in rope.items():
+        if key not in needed | allowed | common and value is not None:
+            raise UnsupportedError(f"config.json: {where} of type '{kind}' has the unknown key '{key}'", where=key)
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnsupportedError("config.json: partial rotary embeddings are not supported here", where="partial_rotary_factor")
+    longest = integer(config, "max_position_embeddings", 2048)
+    # transformers: dynamic scaling counts from max_position_embeddings, the others from the original context.
+    trained = longest if kind == "dynamic" else integer(rope, "original_max_position_embeddings", longest)
+    theta = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
+    if dim % 2:
+        raise InputError(f"config.json: rotary dimension {dim} is odd", where="head_dim")
+    return RotarySpec(
+        dim=dim,
+        theta=theta,
+        kind=RopeKind.__args__[RopeKind.__args__.index(kind)],  # type: ignore[attr-defined]
+        factor=number(rope, "factor", 1.0),
+        low_freq_factor=number(rope, "low_freq_factor", 1.0),
+        high_freq_factor=number(rope, "high_freq_factor", 4.0),
+        original_max_position_embeddings=trained,
+        attention_factor=_yarn_attention_factor(rope) if kind == "yarn" else 1.0,
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
+        truncate=flag(rope, "truncate", True),
+    )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature: `0.1 m ln(factor) + 1` (arXiv 2309.00071, equation 22)."""
+    import math
+
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(rope: Config) -> float:
+    if rope.get("attention_factor") is not None:
+        return number(rope, "attention_factor")
+    factor = number(rope, "factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return yarn_mscale(factor, number(rope, "mscale")) / yarn_mscale(factor, number(rope, "mscale_all_dim"))
+    return yarn_mscale(factor)

@@ -1,0 +1,81 @@
+"""GPT-2: multi-head attention, learned positions, layer norm, fused and transposed projections."""
+
+from __future__ import annotations
+
+from mla_cli.errors import InputError
+from mla_cli.model.families.base import Config, Family, TensorRule, activation, check_keys, flag, integer, number
+from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
+
+_KEYS = frozenset(
+    """n_embd n_layer n_head n_positions n_inner activation_function layer_norm_epsilon scale_attn_weights
+    scale_attn_by_inverse_layer_idx add_cross_attention""".split()
+)
+
+
+def _spec(config: Config) -> DecoderSpec:
+    check_keys(config, _KEYS, "gpt2")
+    if flag(config, "add_cross_attention"):
+        raise InputError("a GPT-2 with cross-attention is not a decoder-only model", where="add_cross_attention")
+    hidden, heads = integer(config, "n_embd"), integer(config, "n_head")
+    if hidden % heads:
+        raise InputError(f"config.json: n_embd {hidden} is not a multiple of n_head {heads}", where="n_embd")
+    head_dim = hidden // heads
+    scale = head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0
+    by_layer = flag(config, "scale_attn_by_inverse_layer_idx")
+    return DecoderSpec(
+        model_type="gpt2",
+        vocab_size=integer(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=integer(config, "n_inner", 4 * hidden),
+        max_position_embeddings=integer(config, "n_positions", 1024),
+        norm="layer",
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        activation=activation(config, "activation_function", "gelu_new"),
+        gated_mlp=False,
+        mlp_bias=True,
+        tied=flag(config, "tie_word_embeddings", True),
+        attention=tuple(
+            StandardAttentionSpec(
+                heads, heads, head_dim, scale / (i + 1) if by_layer else scale, None, q_bias=True, kv_bias=True, o_bias=True
+            )
+            for i in range(integer(config, "n_layer"))
+        ),
+        learned_positions=True,
+    )
+
+
+def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
+    root = "" if "wte.weight" in names else "transformer."
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    rules = {
+        "model.embed_tokens.weight": TensorRule(f"{root}wte.weight", (spec.vocab_size, hidden)),
+        "model.embed_positions.weight": TensorRule(f"{root}wpe.weight", (spec.max_position_embeddings, hidden)),
+        "model.norm.weight": TensorRule(f"{root}ln_f.weight", (hidden,)),
+        "model.norm.bias": TensorRule(f"{root}ln_f.bias", (hidden,)),
+    }
+    if not spec.tied:
+        rules["lm_head.weight"] = TensorRule("lm_head.weight", (spec.vocab_size, hidden))
+    for i in range(spec.num_layers):
+        ours, theirs = f"model.layers.{i}", f"{root}h.{i}"
+        for part in ("weight", "bias"):
+            rules[f"{ours}.input_layernorm.{part}"] = TensorRule(f"{theirs}.ln_1.{part}", (hidden,))
+            rules[f"{ours}.post_attention_layernorm.{part}"] = TensorRule(f"{theirs}.ln_2.{part}", (hidden,))
+        for name, source, rows, columns in (
+            ("self_attn.o_proj", "attn.c_proj", hidden, hidden),
+            ("mlp.up_proj", "mlp.c_fc", inner, hidden),
+            ("mlp.down_proj", "mlp.c_proj", hidden, inner),
+        ):
+            rules[f"{ours}.{name}.weight"] = TensorRule(f"{theirs}.{source}.weight", (columns, rows), transpose=True)
+            rules[f"{ours}.{name}.bias"] = TensorRule(f"{theirs}.{source}.bias", (rows,))
+        for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            rows_of = (index * hidden, (index + 1) * hidden)
+            fused = f"{theirs}.attn.c_attn"
+            rules[f"{ours}.self_attn.{name}.weight"] = TensorRule(
+                f"{fused}.weight", (hidden, 3 * hidden), transpose=True, rows=rows_of
+            )
+            rules[f"{ours}.self_attn.{name}.bias"] = TensorRule(f"{fused}.bias", (3 * hidden,), rows=rows_of)
+    return rules
+
+
+# The causal mask was once stored as a buffer.
+GPT2 = Family(("gpt2",), _spec, _tensors, (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",))

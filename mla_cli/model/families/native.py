@@ -1,0 +1,134 @@
+"""The native form: the source's own decoder with latent attention in each layer, for what the stock form cannot say.
+
+`config.json` holds `model_type: mla_native`, the source's configuration under `source_config`, and under `mla` one entry a
+layer: `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`, `frequencies` (the source's frequency index of
+each rotary pair). Tensors carry the decoder's names; attention has `q_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`,
+and no norm on the latent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mla_cli.errors import InputError, UnsupportedError
+from mla_cli.model.families.base import Config, Family, TensorRule, flag, integer
+from mla_cli.model.families.deepseek import latent_attention_shapes
+from mla_cli.model.families.gpt2 import GPT2
+from mla_cli.model.families.llama import LLAMA, MISTRAL, QWEN2
+from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, StandardAttentionSpec
+
+VERSION = 1
+_SOURCES = (LLAMA, MISTRAL, QWEN2, GPT2)
+_LAYER_KEYS = {
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "frequencies", "q_bias", "kv_a_bias", "o_bias",
+}  # fmt: skip
+
+
+def native_config(source_config: Config, spec: DecoderSpec) -> Config:
+    """The `config.json` of a native checkpoint with decoder `spec`, converted from `source_config`."""
+    layers: list[dict[str, Any]] = []
+    for attention in spec.attention:
+        assert isinstance(attention, LatentAttentionSpec)
+        layers.append({key: _plain(getattr(attention, key)) for key in sorted(_LAYER_KEYS)})
+    kept = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
+    return {
+        "architectures": ["MlaNativeForCausalLM"],
+        "model_type": "mla_native",
+        **{key: source_config[key] for key in kept if key in source_config},
+        "max_position_embeddings": spec.max_position_embeddings,
+        "tie_word_embeddings": spec.tied,
+        "mla": {"version": VERSION, "layers": layers},
+        "source_config": source_config,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _source(config: Config) -> tuple[Family, DecoderSpec]:
+    source = config.get("source_config")
+    if not isinstance(source, dict):
+        raise InputError("a native config.json needs the object 'source_config'", where="config.json: source_config")
+    for family in _SOURCES:
+        if source.get("model_type") in family.model_types:
+            return family, family.spec({**source, "tie_word_embeddings": flag(config, "tie_word_embeddings")})
+    raise UnsupportedError(f"source_config has unsupported model_type {source.get('model_type')!r}", where="source_config")
+
+
+def _spec(config: Config) -> DecoderSpec:
+    _, source = _source(config)
+    mla = config.get("mla")
+    if not isinstance(mla, dict) or not isinstance(mla.get("layers"), list):
+        raise InputError("a native config.json needs 'mla' with a list 'layers'", where="config.json: mla")
+    if mla.get("version") != VERSION:
+        raise UnsupportedError(f"native form version {mla.get('version')!r} is not {VERSION}", where="config.json: mla.version")
+    if len(mla["layers"]) != source.num_layers:
+        raise InputError(f"{len(mla['layers'])} latent layers for {source.num_layers} layers", where="config.json: mla.layers")
+    return source.with_attention(
+        tuple(_layer(i, entry, source.attention[i]) for i, entry in enumerate(mla["layers"]))  # type: ignore[arg-type]
+    )
+
+
+def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAttentionSpec:
+    where = f"config.json: mla.layers[{index}]"
+    if not isinstance(entry, dict) or set(entry) - _LAYER_KEYS:
+        unknown = sorted(set(entry) - _LAYER_KEYS) if isinstance(entry, dict) else entry
+        raise UnsupportedError(f"unknown entries {unknown} in a latent layer", where=where)
+    rope_dim = integer(entry, "qk_rope_head_dim", least=0)
+    frequencies = entry.get("frequencies")
+    if rope_dim and source.rotary is None:
+        raise InputError("a rotary key in a model without rotary embedding", where=where)
+    if frequencies is not None:
+        known = source.rotary.dim // 2 if source.rotary else 0
+        sound = isinstance(frequencies, list) and len(frequencies) * 2 == rope_dim
+        if not sound or any(not isinstance(f, int) or not 0 <= f < known for f in frequencies):
+            raise InputError(f"frequencies must be {rope_dim // 2} indices below {known}", where=where)
+        frequencies = tuple(frequencies)
+    return LatentAttentionSpec(
+        num_heads=source.num_heads,
+        kv_lora_rank=integer(entry, "kv_lora_rank"),
+        qk_nope_head_dim=integer(entry, "qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=integer(entry, "v_head_dim"),
+        scale=source.scale,
+        rotary=source.rotary,
+        frequencies=frequencies,
+        q_bias=flag(entry, "q_bias"),
+        kv_a_bias=flag(entry, "kv_a_bias"),
+        o_bias=flag(entry, "o_bias"),
+        window=source.window,
+        softcap=source.softcap,
+    )
+
+
+def canonical_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
+    """Rules for a native file: every tensor under the decoder's own name."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    if spec.learned_positions:
+        shapes["model.embed_positions.weight"] = (spec.max_position_embeddings, hidden)
+    if not spec.tied:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    norms = ["model.norm"]
+    for i, attention in enumerate(spec.attention):
+        assert isinstance(attention, LatentAttentionSpec)
+        layer = f"model.layers.{i}"
+        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+        for name, shape in latent_attention_shapes(attention, hidden).items():
+            shapes[f"{layer}.self_attn.{name}"] = shape
+        mlp = {"up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        if spec.gated_mlp:
+            mlp["gate_proj"] = (inner, hidden)
+        for name, shape in mlp.items():
+            shapes[f"{layer}.mlp.{name}.weight"] = shape
+            if spec.mlp_bias:
+                shapes[f"{layer}.mlp.{name}.bias"] = shape[:1]
+    for norm in norms:
+        shapes[f"{norm}.weight"] = (hidden,)
+        if spec.norm == "layer":
+            shapes[f"{norm}.bias"] = (hidden,)
+    return {name: TensorRule(name, shape) for name, shape in shapes.items()}
+
+
+NATIVE = Family(("mla_native",), _spec, lambda spec, names: canonical_tensors(spec))

@@ -1,0 +1,55 @@
+"""Tiny random models of every family, with logits that are not flat, saved as Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.5,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2_SHAPE = {
+    "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.5,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def save_tiny(folder: Path, family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0,
+              max_shard_size: str = "50GB", **changes: Any) -> Any:  # fmt: skip
+    """Save a tiny model to `folder` and return it (transformers, eval mode).
+
+    `bias=value` fills every bias with values around that number: random initialisation leaves them at zero.
+    """
+    import transformers
+
+    bias = changes.pop("bias", None)
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    }[family]
+    shape = dict(GPT2_SHAPE if family == "gpt2" else SHAPE)
+    if family == "qwen2":
+        shape.pop("head_dim")
+    config = config_class(**{**shape, **changes})
+    torch.manual_seed(seed)
+    model = model_class(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if bias is not None and name.endswith("bias"):
+                parameter.normal_(bias, 1.0)
+            if parameter.dim() == 1 and name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5)  # norms: ones would hide a dropped one
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def random_tokens(batch: int, length: int, *, vocab: int = 64, seed: int = 1) -> torch.Tensor:
+    """`[B, T]` random token ids."""
+    return torch.randint(3, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
