@@ -5,6 +5,8 @@ Errors are raised where the fact is known; only `mla_cli.app` turns them into te
 
 from __future__ import annotations
 
+import re
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -30,9 +32,9 @@ class MlaError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        place = f" [{self.where}]" if self.where else ""
-        advice = f" -> {self.fix}" if self.fix else ""
-        return " ".join(f"{self.what}{place}{advice}".split())
+        place = f" [{_literal(self.where)}]" if self.where else ""
+        advice = f" -> {_one_line(self.fix)}" if self.fix else ""
+        return f"{_one_line(self.what)}{place}{advice}"
 
 
 class UsageError(MlaError):
@@ -63,3 +65,13 @@ class QualityError(MlaError):
     """Measured quality misses the gate the user set (exit code 3)."""
 
     exit_code = EXIT_QUALITY
+
+
+def _one_line(text: str) -> str:
+    """A message of several lines as one; double spaces stay, they may belong to a path."""
+    return _literal(re.sub(r"\s*[\r\n]+\s*", " ", text.strip()))
+
+
+def _literal(text: str) -> str:
+    """A path as it is, brackets and spaces included; control characters, which would break the line, are escaped."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda match: repr(match[0])[1:-1], text)

@@ -1,0 +1,27 @@
+"""What every test shares: one thread for torch, and the folder of real data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    # Tiny matrices gain nothing from threads, and parallel test workers fight over the cores.
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real public data (MLA_DATA, default ../shared/data); tests that need it are skipped without it."""
+    folder = Path(os.environ.get("MLA_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no data at {folder}: set MLA_DATA to the folder that holds text/, lambada/, ...")
+    return folder
