@@ -8,13 +8,16 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import re
+import socket
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import IO, Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 from mla_cli.errors import InputError, MlaError, NetworkError
 
@@ -164,6 +167,18 @@ def content_of(record: Any, where: str) -> Content:
     )
 
 
+def hub_reachable(seconds: float = 3.0) -> bool:
+    """Whether the Hub answers: without a network its client would retry for half a minute before it says so."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True  # only the proxy knows
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), timeout=seconds).close()
+    except OSError:
+        return False
+    return True
+
+
 def hub_contents(name: HubName, seed: int) -> Iterator[Content]:
     """The records of a Hub dataset, streamed, up to a bound."""
     where = name.dataset
@@ -175,6 +190,9 @@ def hub_contents(name: HubName, seed: int) -> Iterator[Content]:
             where=where,
             fix="pip install datasets, or give --calib a file or a folder",
         ) from None
+    advice = "check its name and the connection, or give --calib a file, a folder or 'self'"
+    if not hub_reachable():
+        raise NetworkError("the Hub cannot be reached", where=where, fix=advice)
     size = 0
     try:
         stream = load_dataset(name.dataset, name.config, split=name.split, streaming=True)
@@ -195,7 +213,7 @@ def hub_contents(name: HubName, seed: int) -> Iterator[Content]:
         raise NetworkError(
             f"cannot load the dataset: {type(failure).__name__}: {failure}",
             where=where,
-            fix="check its name and the connection, or give --calib a file, a folder or 'self'",
+            fix=advice,
         ) from failure
 
 

@@ -158,6 +158,7 @@ def test_a_huge_file_is_read_in_blocks_spread_over_it(tmp_path: Path, monkeypatc
 def test_a_huge_record_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_cli.calibration.texts.RECORD_BYTES", 1 << 16)
     monkeypatch.setattr("mla_cli.calibration.texts.RECORD_CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr("mla_cli.calibration.texts.CHUNK_BYTES", 1 << 11)
     lines = "".join(json.dumps({"text": f"record {i:07d}"}) + "\n" for i in range(20_000)).encode()
     for name, data in (("a.jsonl", lines), ("a.jsonl.gz", gzip.compress(lines, 1))):
         numbers = [int(text[7:14]) for text in decoded(load(write(tmp_path / name, data), samples=50, seq_len=14))]
@@ -331,6 +332,7 @@ def stand_in_hub(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | Exception) -
             raise rows
         return Rows(rows)
 
+    monkeypatch.setattr("mla_cli.calibration.material.hub_reachable", lambda: True)
     module = types.ModuleType("datasets")
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
@@ -372,6 +374,12 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         load("org/name")
     stand_in_hub(monkeypatch, ValueError("Config name is missing. Pick one of: a, b"))
     with pytest.raises(InputError, match="Pick one of: a, b"):
+        load("org/name")
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    for proxy in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(proxy, raising=False)
+    with pytest.raises(NetworkError, match="the Hub cannot be reached"):
         load("org/name")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match="pip install datasets"):
