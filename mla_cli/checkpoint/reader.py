@@ -60,6 +60,7 @@ class TensorReader:
         self._owners = dict(owners)
         self._headers = headers
         self._where = where
+        self._versions = {file: _version(file.stat()) for file in headers}
         self._pickle: tuple[Path, dict[str, torch.Tensor]] | None = None
         self._stored = {name: headers[file][name] for name, file in owners.items() if name in headers.get(file, {})}
         self.infos: Mapping[str, TensorInfo] = MappingProxyType({n: s.info for n, s in self._stored.items()})
@@ -76,16 +77,14 @@ class TensorReader:
         raw = torch.empty(stored.info.nbytes, dtype=torch.uint8)
         try:
             with open(stored.info.file, "rb") as stream:
+                same = _version(os.fstat(stream.fileno())) == self._versions[stored.info.file]
                 stream.seek(stored.position)
-                found = stream.readinto(raw.numpy().data)
+                found = stream.readinto(raw.numpy().data) if same else 0
         except OSError as error:
             raise unreadable(stored.info.file, error) from error
-        if found != stored.info.nbytes:
-            raise InputError(
-                f"{stored.info.file.name} changed while in use: {found} of {stored.info.nbytes} bytes of {name!r} left",
-                where=stored.info.file,
-                fix=AGAIN,
-            )
+        if not same or found != stored.info.nbytes:
+            what = f"{stored.info.file.name} changed since it was opened: tensor {name!r} is not where it was"
+            raise InputError(what, where=stored.info.file, fix="run again, and leave the file alone meanwhile")
         return raw.view(stored.info.dtype).reshape(stored.info.shape)
 
     def missing(self, name: str) -> NoReturn:
@@ -195,6 +194,11 @@ def _no_weights(folder: Path, entries: list[str]) -> InputError:
         fix = "give the .gguf file itself"
     seen = f" (found, but not usable as such: {_some(other)})" if other else ""
     return InputError(f"no weights in the folder{seen}", where=folder, fix=fix)
+
+
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    """What differs once a file was replaced or written to: positions in the old one are void then."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _some(names: list[str]) -> str:

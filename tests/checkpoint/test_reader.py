@@ -212,8 +212,16 @@ def test_shard_gone_after_opening(sharded: Path) -> None:
 def test_file_cut_after_opening(single: Path) -> None:
     reader = open_tensors(single)
     os.truncate(single / "model.safetensors", 500)
-    with pytest.raises(InputError, match="changed while in use"):
+    with pytest.raises(InputError, match="changed since it was opened"):
         reader.read("layer.4.weight")
+
+
+def test_file_replaced_after_opening(single: Path) -> None:
+    reader = open_tensors(single)
+    save_file(dict(reversed(tensors().items())) | {"new": torch.ones(1)}, single / "new")
+    (single / "new").rename(single / "model.safetensors")
+    with pytest.raises(InputError, match="changed since it was opened"):
+        reader.read("layer.0.weight")
 
 
 # FM-04: damaged files

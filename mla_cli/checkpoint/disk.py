@@ -1,0 +1,132 @@
+"""What every write of a checkpoint needs: tensors that own finite values, durable files, errors that say the sizes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+import torch
+
+from mla_cli.checkpoint.weight_file import DTYPES
+from mla_cli.console import note
+from mla_cli.errors import OutputError
+
+_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+# Temporary names of this process: in a container a dead run often had the same process id.
+_mine: set[str] = set()
+
+
+def owned(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor so that it can be stored: contiguous, on the CPU, sharing no bytes, and finite."""
+    if not name or not name.isprintable() or name == "__metadata__":
+        raise OutputError(f"{name!r} cannot be the name of a tensor")
+    if tensor.dtype not in DTYPES.values():
+        raise OutputError(f"tensor {name} has dtype {tensor.dtype}, which cannot be stored")
+    copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if copy.is_floating_point() and copy.numel() and not _finite(copy):
+        raise OutputError(
+            f"tensor {name} holds values that are not finite in {str(copy.dtype).removeprefix('torch.')}",
+            fix="choose an output dtype with a wider range (bfloat16 or float32), or check the source for damage",
+        )
+    return copy
+
+
+def disk_error(error: Exception, path: Path, needed: int) -> OutputError:
+    """Say why a write failed; safetensors reports the operating system's number only inside its text."""
+    number = re.search(r"os error (\d+)", str(error))
+    code = getattr(error, "errno", None) or (int(number[1]) if number else None)
+    if code in _FULL:
+        free = shutil.disk_usage(existing_parent(path)).free
+        why = "the file size limit is reached (ulimit -f)" if code == errno.EFBIG else "the disk is full"
+        what = f"{why}: {needed} bytes needed for {path.name}, {free} bytes free"
+        return OutputError(what, where=path.parent, fix="free some space, or write to another disk")
+    if code in _DENIED:
+        return OutputError(f"no permission to write {path.name}", where=path.parent, fix="choose another output folder")
+    cause = os.strerror(code) if code else f"{error}"
+    return OutputError(f"{path.name} cannot be written: {cause}", where=path.parent)
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above `path` that is there already."""
+    return next((parent for parent in path.parents if os.path.lexists(parent)), path)
+
+
+def temporary_sibling(path: Path, kind: str = "tmp") -> Path:
+    """A new hidden name beside `path`; `kind` is tmp for what is being written, old for what is being replaced."""
+    sibling = path.with_name(f".{path.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
+    _mine.add(sibling.name)
+    return sibling
+
+
+def clean_leftovers(path: Path) -> None:
+    """Remove what killed runs left beside `path`, and put back a folder that one had moved aside."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(tmp|old)-(\d+)-[0-9a-f]{{8}}")
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    for match in filter(None, map(pattern.fullmatch, names)):
+        if match[0] in _mine or _alive(int(match[2])):
+            continue
+        leftover = path.parent / match[0]
+        if match[1] == "old" and not os.path.lexists(path):
+            leftover.rename(path)
+            note(f"put back {path}, which an interrupted run had moved aside")
+            continue
+        note(f"removing what an interrupted run left: {leftover}")
+        remove(leftover)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file so that it survives a power cut."""
+    try:
+        path.write_bytes(data)
+        sync(path)
+    except OSError as error:
+        raise disk_error(error, path, len(data)) from error
+
+
+def sync(path: Path) -> None:
+    """Have the operating system put a file, or the entries of a folder, on the disk."""
+    if path.is_dir():
+        if os.name == "nt":  # folders cannot be opened there, and need not be
+            return
+        handle = os.open(path, os.O_RDONLY)
+    else:
+        handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype.itemsize == 1:  # float8 has no comparisons of its own
+        return all(bool(part.float().isfinite().all()) for part in torch.split(tensor.reshape(-1), 1 << 22))
+    low, high = torch.aminmax(tensor)  # no temporary of the tensor's size; a nan comes through
+    return bool(low.isfinite() and high.isfinite())
+
+
+def _alive(pid: int) -> bool:
+    if os.name == "nt":  # there os.kill would end the process
+        return True
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
