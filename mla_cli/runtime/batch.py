@@ -1,0 +1,171 @@
+"""Sequences that decode together, one a row of a cache; they join after their prompt is read and leave when done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mla_cli.kernels.quantized import LatentQuantizer
+from mla_cli.model.cache import Cache
+from mla_cli.model.decoder import Decoder
+from mla_cli.runtime.sampling import RowSampler, Sampled
+from mla_cli.runtime.sequence import ActiveSequence
+
+# Most tokens, padding included, that one forward pass over prompts takes: what bounds the memory of a prefill.
+PREFILL_TOKENS = 2048
+
+
+def chunk_length(tokens: int) -> int:
+    """Tokens of a prompt of that length to read at once."""
+    return 512 if tokens < 2048 else 768 if tokens <= 8192 else 1024
+
+
+def prefill_groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Which prompts to read together: alike in length, so that little is padding, and few enough for the memory."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups:
+            longest = lengths[groups[-1][0]]
+            room = PREFILL_TOKENS // min(longest, chunk_length(longest))
+            if len(groups[-1]) < room and lengths[index] * 2 >= longest:
+                groups[-1].append(index)
+                continue
+        groups.append([index])
+    return groups
+
+
+class Batch:
+    """The rows of one running batch.
+
+    Attributes:
+        rows: the sequence of each row of the cache; None: vacant.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        capacity: int,
+        quantizers: tuple[LatentQuantizer | None, ...] | None,
+        *,
+        logprobs: bool,
+    ) -> None:
+        self.rows: list[ActiveSequence | None] = []
+        self._decoder, self._capacity, self._quantizers, self._logprobs = decoder, capacity, quantizers, logprobs
+        self._cache: Cache | None = None
+        self._sampler: RowSampler | None = None  # None: the rows have changed
+        self._tokens: Tensor | None = None  # [B, 1] each row's last token
+        # The frequencies of dynamic scaling depend on the length so far: chunks would turn keys by others than a whole.
+        self._whole_prompts = any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
+
+    @property
+    def active(self) -> list[ActiveSequence]:
+        """The sequences that run."""
+        return [sequence for sequence in self.rows if sequence is not None]
+
+    def cache_bytes(self) -> int:
+        """Bytes of cache allocated now."""
+        return 0 if self._cache is None else self._cache.allocated_bytes()
+
+    @torch.inference_mode()
+    def add(self, sequences: list[ActiveSequence]) -> Sampled:
+        """Read the prompts of new sequences, give them rows, and choose their first tokens."""
+        cache, logits = self._prefill([sequence.prompt for sequence in sequences])
+        if not self.active:
+            self._cache, self.rows = cache, list(sequences)
+        else:
+            self._make_vacant(len(sequences))
+            vacant = [row for row, sequence in enumerate(self.rows) if sequence is None][: len(sequences)]
+            _put_rows(self._filled, vacant, cache)
+            for row, sequence in zip(vacant, sequences, strict=True):
+                self.rows[row] = sequence
+        self._sampler = None
+        return self._new_sampler(sequences)(logits)
+
+    def drop(self, sequence: ActiveSequence) -> None:
+        """Make a sequence's row vacant."""
+        self.rows[self.rows.index(sequence)] = None
+        self._sampler = None
+
+    @torch.inference_mode()
+    def step(self) -> Sampled:
+        """One more token for every sequence, in the order of `active`; each must have one already."""
+        if self._sampler is None or self._tokens is None:
+            self._compact()
+            active = self.active
+            self._sampler = self._new_sampler(active)
+            self._tokens = torch.tensor([[s.tokens[-1]] for s in active], device=self._decoder.device)
+        hidden = self._decoder(self._tokens, self._filled)  # [B, 1, D]
+        sampled = self._sampler(self._decoder.logits(hidden[:, -1]))
+        self._tokens = sampled.ids[:, None]
+        return sampled
+
+    @property
+    def _filled(self) -> Cache:
+        assert self._cache is not None, "no sequence has joined"
+        return self._cache
+
+    def _new_sampler(self, sequences: list[ActiveSequence]) -> RowSampler:
+        return RowSampler(
+            [s.params for s in sequences],
+            [s.random for s in sequences],
+            [s.history for s in sequences],
+            self._decoder.spec.vocab_size,
+            device=self._decoder.device,
+            logprobs=self._logprobs,
+        )
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
+        """A cache that holds the prompts, and `[B, V]` logits after each."""
+        decoder, lengths = self._decoder, torch.tensor([len(prompt) for prompt in prompts])
+        longest = int(lengths.max())
+        chunk = longest if self._whole_prompts else chunk_length(longest)
+        cache = decoder.make_cache(len(prompts), self._capacity, quantizers=self._quantizers)
+        padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            padded[row, : len(prompt)] = torch.tensor(prompt)
+        last = torch.zeros(len(prompts), decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        for start in range(0, longest, chunk):
+            tokens = padded[:, start : start + chunk].to(decoder.device)  # [B, T]
+            counts = (lengths - start).clamp(0, tokens.shape[1])
+            hidden = decoder(tokens, cache, counts)  # [B, T, D]
+            ending = ((lengths > start) & (lengths <= start + chunk)).nonzero()[:, 0]
+            last[ending.to(decoder.device)] = hidden[ending, counts[ending] - 1]
+        return cache, decoder.logits(last)
+
+    def _make_vacant(self, wanted: int) -> None:
+        """See to at least so many vacant rows."""
+        if self.rows.count(None) < wanted:
+            active = [row for row, sequence in enumerate(self.rows) if sequence is not None]
+            self._keep(active + active[:1] * wanted)  # what a vacant row holds does not matter
+            self.rows = [self.rows[row] for row in active] + [None] * wanted
+
+    def _compact(self) -> None:
+        """Leave no row vacant: each costs as much as an active one."""
+        if None in self.rows:
+            active = [row for row, sequence in enumerate(self.rows) if sequence is not None]
+            self._keep(active)
+            self.rows = [self.rows[row] for row in active]
+
+    def _keep(self, rows: list[int]) -> None:
+        self._cache = self._filled.select(torch.tensor(rows, device=self._decoder.device))
+
+
+def _put_rows(cache: Cache, rows: list[int], other: Cache) -> None:
+    """Replace rows of a cache by the sequences of another, in order."""
+    index = torch.tensor(rows)
+    ends = cache.host_lengths.clone()
+    ends[index] = 0
+    cache.advance(ends)
+    ends = ends.clone()
+    ends[index] = other.host_lengths
+    longest = other.longest
+    cache.begin(max(longest - cache.longest, 0), ends)  # makes room
+    at = index.to(cache.lengths.device)
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        mine.first[at, :longest] = theirs.first[:, :longest]
+        mine.second[at, :longest] = theirs.second[:, :longest]
+        if mine.scales is not None and theirs.scales is not None:
+            mine.scales[at, :longest] = theirs.scales[:, :longest]
+    cache.advance(ends)

@@ -1,0 +1,22 @@
+"""What a user may choose about how the generator runs, and the defaults."""
+
+from __future__ import annotations
+
+from mla_cli.errors import UsageError
+
+BACKENDS = ("auto", "cpu", "reference")
+KV_DTYPES = ("auto", "bf16", "int8", "fp8")
+KV_DTYPE_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": "int8"}
+DEFAULT_MAX_BATCH = 8  # a small model on a CPU: beyond it a step takes longer in proportion
+
+
+def check_backend(backend: str) -> str:
+    """Refuse a backend that does not exist (yet), before any work.
+
+    Raises:
+        UsageError: an unknown backend.
+    """
+    if backend in BACKENDS:
+        return backend
+    what = "the triton kernels do not exist yet" if backend == "triton" else f"there is no backend '{backend}'"
+    raise UsageError(what, where=f"--backend {backend}", fix=f"use one of {', '.join(BACKENDS)}")

@@ -1,0 +1,97 @@
+"""Everything that answering prompts takes, put together from what the user named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_cli.checkpoint.load import ModelSource, load_decoder, open_model
+from mla_cli.errors import UsageError
+from mla_cli.kernels.quantized import LatentQuantizer, normalize_dtype
+from mla_cli.model.spec import DecoderSpec
+from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
+from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
+from mla_cli.runtime.generator import Generator
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model ready to generate.
+
+    Attributes:
+        notes: what a user should know about how it runs.
+    """
+
+    model: ModelSource
+    tokenizer: Tokenizer
+    generator: Generator
+    notes: tuple[str, ...]
+
+
+def open_engine(
+    checkpoint: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    kv_dtype: str = "auto",
+    backend: str = "auto",
+    max_batch: int = DEFAULT_MAX_BATCH,
+    max_context: int | None = None,
+    logprobs: bool = False,
+) -> Engine:
+    """Open a checkpoint, converted or not, with its tokenizer and its cache.
+
+    Args:
+        dtype: of the weights in memory; None: float32 on a CPU (every CPU computes it well, and stored weights are
+            widened without loss), as stored on a GPU.
+        kv_dtype: `auto` takes what the checkpoint was calibrated for, else the type of the weights.
+        backend: `auto` and `cpu` compute through PyTorch, on a GPU too; `reference` in float64, to compare with.
+    """
+    check_backend(backend)
+    device = torch.device(device)
+    model = open_model(checkpoint)
+    tokenizer = load_tokenizer(model.source.folder)
+    quantizers = _quantizers(model, kv_dtype)
+    stored = model.stored_dtype
+    chosen = dtype or (torch.float32 if device.type == "cpu" else stored)
+    decoder = load_decoder(model, dtype=chosen, device=device)
+    decoder.backend = "reference" if backend == "reference" else "torch"
+    generator = Generator(
+        decoder, tokenizer, quantizers=quantizers, max_batch=max_batch, max_context=max_context, logprobs=logprobs
+    )
+    notes = [*model.notes, _how(device, chosen, stored, decoder.backend)]
+    positions = model.spec.max_position_embeddings
+    if max_context is not None and max_context > positions:
+        notes.append(f"the model has {positions} positions: --max-context {max_context} is lowered to that")
+    if chosen == torch.float16 and device.type == "cpu":
+        notes.append("float16 is many times slower than float32 or bfloat16 on a CPU")
+    return Engine(model, tokenizer, generator, tuple(notes))
+
+
+def _how(device: torch.device, dtype: torch.dtype, stored: torch.dtype, backend: str) -> str:
+    kernels = "float64 reference attention" if backend == "reference" else "PyTorch attention"
+    widened = f" (stored as {_name(stored)})" if dtype != stored else ""
+    return f"running on {device} in {_name(dtype)}{widened}, {kernels}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _quantizers(model: ModelSource, kv_dtype: str) -> tuple[LatentQuantizer | None, ...] | None:
+    wanted = normalize_dtype(kv_dtype)
+    if not model.spec.is_latent and wanted in ("int8", "fp8"):
+        raise _standard_cache(model.spec, kv_dtype)
+    from mla_cli.checkpoint.kv_cache import quantizers_for
+
+    found: tuple[LatentQuantizer | None, ...] | None = quantizers_for(model.source.config, model.spec, wanted)
+    return found
+
+
+def _standard_cache(spec: DecoderSpec, kv_dtype: str) -> UsageError:
+    return UsageError(
+        f"only latents can be cached as {kv_dtype}; this {spec.model_type} model caches keys and values",
+        where=f"--kv-dtype {kv_dtype}",
+        fix="convert it first (`mla convert`), or use --kv-dtype auto",
+    )

@@ -1,0 +1,173 @@
+"""The generator: requests in, text out as it comes, several requests at a time.
+
+Greedy tokens of a request run on its own are the same in every run, bit for bit. Among others its logits may differ by
+the rounding of another matrix shape (float32: within 1e-4 of the largest logit), so its text differs only where two
+tokens are that close. Sampled tokens depend on the request's own seed, and on its neighbours in no other way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+
+from mla_cli.errors import InputError, MlaError, UsageError
+from mla_cli.kernels.quantized import LatentQuantizer
+from mla_cli.model.decoder import Decoder
+from mla_cli.model.tokenizer import Tokenizer
+from mla_cli.runtime.batch import Batch, prefill_groups
+from mla_cli.runtime.choices import DEFAULT_MAX_BATCH
+from mla_cli.runtime.request import Completion, Event, Failure, Request, Text
+from mla_cli.runtime.sampling import Sampled
+from mla_cli.runtime.sequence import ActiveSequence
+from mla_cli.runtime.statistics import Statistics
+
+
+class Generator:
+    """Answers requests with one decoder.
+
+    Args:
+        decoder: of a converted or an unconverted model; tokenizer: its own.
+        quantizers: how the latents are cached (see `Cache`); None: in the decoder's type.
+        max_batch: most requests that run together; the others wait.
+        max_context: most tokens of prompt and answer together; never more than the model has positions for.
+        logprobs: also give each token's log-probability.
+
+    Attributes:
+        statistics: of all that this generator has done.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        quantizers: tuple[LatentQuantizer | None, ...] | None = None,
+        max_batch: int = DEFAULT_MAX_BATCH,
+        max_context: int | None = None,
+        logprobs: bool = False,
+    ) -> None:
+        for name, value in (("max-batch", max_batch), ("max-context", max_context)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} cannot be {value}", where=f"--{name}", fix="give a whole number from 1")
+        self.decoder, self.tokenizer = decoder, tokenizer
+        positions = decoder.spec.max_position_embeddings
+        self.context = positions if max_context is None else min(max_context, positions)
+        self.statistics = Statistics(decoder.make_cache(1, 1, quantizers=quantizers).bytes_per_token())
+        self._quantizers, self._max_batch, self._logprobs = quantizers, max_batch, logprobs
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion | Failure]:
+        """Answer requests, in their order; one that cannot be answered gives a `Failure`."""
+        answers = [event for event in self.events(requests) if not isinstance(event, Text)]
+        return sorted(answers, key=lambda answer: answer.index)
+
+    def complete(self, request: Request, on_text: Callable[[str], None] = lambda _: None) -> Completion:
+        """Answer one request; `on_text` receives the text as it comes.
+
+        Raises:
+            InputError: the prompt cannot be used.
+        """
+        for event in self.events([request]):
+            if isinstance(event, Text):
+                on_text(event.piece)
+            elif isinstance(event, Failure):
+                raise event.error
+            else:
+                return event
+        raise AssertionError("a request ended without an answer")
+
+    def events(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Pieces of text as they come, and one `Completion` or `Failure` a request as it ends."""
+        started = perf_counter()
+        waiting: deque[ActiveSequence] = deque()
+        for index, request in enumerate(requests):
+            try:
+                waiting.append(self._prepare(index, request, started))
+            except MlaError as error:
+                yield Failure(index, error)
+        batch = Batch(self.decoder, self.context, self._quantizers, logprobs=self._logprobs)
+        while waiting or batch.active:
+            free = min(self._max_batch - len(batch.active), len(waiting))
+            if free:
+                joining = [waiting.popleft() for _ in range(free)]
+                for group in prefill_groups([len(sequence.prompt) for sequence in joining]):
+                    sequences = [joining[i] for i in group]
+                    yield from self._deliver(batch, sequences, partial(batch.add, sequences), prefill=True)
+            else:
+                yield from self._deliver(batch, batch.active, batch.step)
+
+    def _deliver(
+        self, batch: Batch, sequences: list[ActiveSequence], compute: Callable[[], Sampled], *, prefill: bool = False
+    ) -> Iterator[Event]:
+        """Run one computation and hand out what it gave to each sequence."""
+        statistics, began = self.statistics, perf_counter()
+        sampled = compute()
+        tokens = sampled.ids.tolist()
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
+        now = perf_counter()
+        statistics.busy_s += now - began
+        statistics.new_tokens += len(tokens)
+        statistics.cache_bytes = max(statistics.cache_bytes, batch.cache_bytes())
+        if prefill:
+            statistics.prefill_s += now - began
+            statistics.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences)
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if token < 0:
+                batch.drop(sequence)
+                yield Failure(sequence.index, _not_finite())
+                continue
+            if prefill:
+                statistics.first_token_s.append(now - sequence.started)
+            else:
+                statistics.between_tokens_s.append(now - sequence.last_at)
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs[row])
+            piece = sequence.push(token, now)
+            if piece:
+                yield Text(sequence.index, piece)
+            if sequence.finish_reason is not None:
+                batch.drop(sequence)
+                yield sequence.completion()
+
+    def _prepare(self, index: int, request: Request, started: float) -> ActiveSequence:
+        prompt = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        if not prompt:
+            if self.tokenizer.bos_id is None:
+                raise InputError("the prompt is empty, and the model has no begin-of-text token to start from")
+            prompt = [self.tokenizer.bos_id]
+        self._check(prompt)
+        asked, room = request.params.max_new_tokens, self.context - len(prompt)
+        note = f"cut at the context limit of {self.context} tokens ({len(prompt)} in the prompt)"
+        return ActiveSequence(
+            index,
+            prompt,
+            request.params,
+            allowed=min(asked, room),
+            note=note if asked > room else None,
+            stream=self.tokenizer.stream(),
+            eos_ids=self.tokenizer.eos_ids,
+            started=started,
+        )
+
+    def _check(self, prompt: list[int]) -> None:
+        rows = self.decoder.spec.vocab_size
+        outside = next((token for token in prompt if not 0 <= token < rows), None)
+        if outside is not None:  # before any kernel runs: on a GPU it would end the process
+            raise InputError(
+                f"token id {outside} is outside the model's embedding table of {rows} rows",
+                fix="the tokenizer does not belong to this model; use the one it was trained with",
+            )
+        if len(prompt) >= self.context:
+            own = self.decoder.spec.max_position_embeddings
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens, the context is limited to {self.context} with the answer",
+                fix=f"shorten the prompt{f', or raise --max-context (at most {own})' if self.context < own else ''}",
+            )
+
+
+def _not_finite() -> MlaError:
+    return MlaError(
+        "the model's scores hold NaN or infinity",
+        fix="run with --dtype float32; if it stays, the weights are damaged (`mla inspect`)",
+    )

@@ -1,0 +1,86 @@
+"""One request while it is being answered."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mla_cli.model.text_stream import TextStream
+from mla_cli.runtime.request import Completion
+from mla_cli.runtime.sampling_params import SamplingParams
+from mla_cli.runtime.stop_text import StopText
+
+
+class ActiveSequence:
+    """Prompt, tokens and text of one request.
+
+    Args:
+        index: of the request; prompt: its token ids, at least one.
+        allowed: most tokens it may get; note: why these are fewer than asked for.
+        stream: fresh decoder of ids to text; eos_ids: tokens that end it.
+        started: when the request was handed in, by the caller's clock.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        allowed: int,
+        note: str | None,
+        stream: TextStream,
+        eos_ids: frozenset[int],
+        started: float,
+    ) -> None:
+        self.index, self.prompt, self.params = index, prompt, params
+        self.random = torch.Generator().manual_seed(params.seed)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.started, self.first_at, self.last_at = started, started, started
+        self._allowed, self._note = allowed, note
+        self._stream, self._stop = stream, StopText(params.stop)
+        self._eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self._pieces: list[str] = []
+
+    @property
+    def history(self) -> list[int]:
+        """All tokens so far, prompt and answer."""
+        return self.prompt + self.tokens
+
+    def push(self, token: int, now: float) -> str:
+        """Take a token that came at `now`; the text that is certain by it. It may set `finish_reason`."""
+        if not self.tokens:
+            self.first_at = now
+        self.last_at = now
+        self.tokens.append(token)
+        ended = token in self._eos_ids
+        text = "" if ended else self._stop.push(self._stream.push(token))
+        if ended or self._stop.found:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self._allowed:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and not self._stop.found:
+            text += self._stop.push(self._stream.finish())
+            if self._stop.found:
+                self.finish_reason = "stop"
+            text += self._stop.finish()
+        self._pieces.append(text)
+        return text
+
+    def completion(self) -> Completion:
+        """The answer, once `finish_reason` is set."""
+        assert self.finish_reason is not None
+        return Completion(
+            index=self.index,
+            text="".join(self._pieces),
+            token_ids=tuple(self.tokens),
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(self.prompt),
+            ttft_s=self.first_at - self.started,
+            seconds=self.last_at - self.started,
+            logprobs=tuple(self.logprobs) if self.logprobs else None,
+            note=self._note if self.finish_reason == "length" else None,
+        )
