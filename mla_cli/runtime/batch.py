@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder
 from mla_cli.runtime.sampling import RowSampler, Sampled
@@ -39,6 +38,9 @@ def prefill_groups(lengths: Sequence[int]) -> list[list[int]]:
 class Batch:
     """The rows of one running batch.
 
+    Args:
+        make_cache: an empty cache for so many sequences.
+
     Attributes:
         rows: the sequence of each row of the cache; None: vacant.
     """
@@ -46,13 +48,12 @@ class Batch:
     def __init__(
         self,
         decoder: Decoder,
-        capacity: int,
-        quantizers: tuple[LatentQuantizer | None, ...] | None,
+        make_cache: Callable[[int], Cache],
         *,
         logprobs: bool,
     ) -> None:
         self.rows: list[ActiveSequence | None] = []
-        self._decoder, self._capacity, self._quantizers, self._logprobs = decoder, capacity, quantizers, logprobs
+        self._decoder, self._make_cache, self._logprobs = decoder, make_cache, logprobs
         self._cache: Cache | None = None
         self._sampler: RowSampler | None = None  # None: the rows have changed
         self._tokens: Tensor | None = None  # [B, 1] each row's last token
@@ -121,7 +122,7 @@ class Batch:
         decoder, lengths = self._decoder, torch.tensor([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
         chunk = longest if self._whole_prompts else chunk_length(longest)
-        cache = decoder.make_cache(len(prompts), self._capacity, quantizers=self._quantizers)
+        cache = self._make_cache(len(prompts))
         padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = torch.tensor(prompt)

@@ -9,7 +9,6 @@ import torch
 from mla_cli.checkpoint.load import ModelSource, load_decoder, open_model
 from mla_cli.errors import UsageError
 from mla_cli.kernels.quantized import LatentQuantizer, normalize_dtype
-from mla_cli.model.spec import DecoderSpec
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
 from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
 from mla_cli.runtime.generator import Generator
@@ -45,20 +44,27 @@ def open_engine(
     Args:
         dtype: of the weights in memory; None: float32 on a CPU (every CPU computes it well, and stored weights are
             widened without loss), as stored on a GPU.
-        kv_dtype: `auto` takes what the checkpoint was calibrated for, else the type of the weights.
+        kv_dtype: `auto` takes what the checkpoint was calibrated for, else the type that the decoder computes in.
         backend: `auto` and `cpu` compute through PyTorch, on a GPU too; `reference` in float64, to compare with.
     """
     check_backend(backend)
     device = torch.device(device)
     model = open_model(checkpoint)
     tokenizer = load_tokenizer(model.source.folder)
-    quantizers = _quantizers(model, kv_dtype)
+    wanted = normalize_dtype(kv_dtype)
+    quantizers = _quantizers(model, wanted)
     stored = model.stored_dtype
     chosen = dtype or (torch.float32 if device.type == "cpu" else stored)
     decoder = load_decoder(model, dtype=chosen, device=device)
     decoder.backend = "reference" if backend == "reference" else "torch"
     generator = Generator(
-        decoder, tokenizer, quantizers=quantizers, max_batch=max_batch, max_context=max_context, logprobs=logprobs
+        decoder,
+        tokenizer,
+        quantizers=quantizers,
+        cache_dtype=torch.bfloat16 if wanted == "bf16" else None,
+        max_batch=max_batch,
+        max_context=max_context,
+        logprobs=logprobs,
     )
     notes = [*model.notes, _how(device, chosen, stored, decoder.backend)]
     positions = model.spec.max_position_embeddings
@@ -80,18 +86,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _quantizers(model: ModelSource, kv_dtype: str) -> tuple[LatentQuantizer | None, ...] | None:
-    wanted = normalize_dtype(kv_dtype)
-    if not model.spec.is_latent and wanted in ("int8", "fp8"):
-        raise _standard_cache(model.spec, kv_dtype)
+    if not model.spec.is_latent:
+        if kv_dtype in ("int8", "fp8"):
+            raise UsageError(
+                f"only latents can be cached as {kv_dtype}; this {model.spec.model_type} model caches keys and values",
+                where=f"--kv-dtype {kv_dtype}",
+                fix="convert it first (`mla convert`), or use --kv-dtype auto",
+            )
+        return None
     from mla_cli.checkpoint.kv_cache import quantizers_for
 
-    found: tuple[LatentQuantizer | None, ...] | None = quantizers_for(model.source.config, model.spec, wanted)
+    found: tuple[LatentQuantizer | None, ...] | None = quantizers_for(model.source.config, model.spec, kv_dtype)
     return found
-
-
-def _standard_cache(spec: DecoderSpec, kv_dtype: str) -> UsageError:
-    return UsageError(
-        f"only latents can be cached as {kv_dtype}; this {spec.model_type} model caches keys and values",
-        where=f"--kv-dtype {kv_dtype}",
-        fix="convert it first (`mla convert`), or use --kv-dtype auto",
-    )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 
+import torch
+
 from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.decoder import Decoder
@@ -29,7 +31,8 @@ class Generator:
 
     Args:
         decoder: of a converted or an unconverted model; tokenizer: its own.
-        quantizers: how the latents are cached (see `Cache`); None: in the decoder's type.
+        quantizers: how the latents are cached (see `Cache`); None: not quantised.
+        cache_dtype: type of what is cached unquantised; None: the decoder's.
         max_batch: most requests that run together; the others wait.
         max_context: most tokens of prompt and answer together; never more than the model has positions for.
         logprobs: also give each token's log-probability.
@@ -44,6 +47,7 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         quantizers: tuple[LatentQuantizer | None, ...] | None = None,
+        cache_dtype: torch.dtype | None = None,
         max_batch: int = DEFAULT_MAX_BATCH,
         max_context: int | None = None,
         logprobs: bool = False,
@@ -54,8 +58,11 @@ class Generator:
         self.decoder, self.tokenizer = decoder, tokenizer
         positions = decoder.spec.max_position_embeddings
         self.context = positions if max_context is None else min(max_context, positions)
-        self.statistics = Statistics(decoder.make_cache(1, 1, quantizers=quantizers).bytes_per_token())
-        self._quantizers, self._max_batch, self._logprobs = quantizers, max_batch, logprobs
+        self._make_cache = partial(
+            decoder.make_cache, capacity=self.context, quantizers=quantizers, dtype=cache_dtype or decoder.dtype
+        )
+        self._max_batch, self._logprobs = max_batch, logprobs
+        self.statistics = Statistics(self._make_cache(1).bytes_per_token())
 
     def generate(self, requests: Sequence[Request]) -> list[Completion | Failure]:
         """Answer requests, in their order; one that cannot be answered gives a `Failure`."""
@@ -86,7 +93,7 @@ class Generator:
                 waiting.append(self._prepare(index, request, started))
             except MlaError as error:
                 yield Failure(index, error)
-        batch = Batch(self.decoder, self.context, self._quantizers, logprobs=self._logprobs)
+        batch = Batch(self.decoder, self._make_cache, logprobs=self._logprobs)
         while waiting or batch.active:
             free = min(self._max_batch - len(batch.active), len(waiting))
             if free:

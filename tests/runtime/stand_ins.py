@@ -84,12 +84,14 @@ class ScriptedDecoder:
 
     def __init__(self, say: Callable[[list[int]], int | Tensor], *, positions: int = 256, vocab: int = VOCAB) -> None:
         attention = StandardAttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0, rotary=None)
-        self.spec = DecoderSpec("scripted", vocab, 1, 1, positions, "rms", 1e-6, "silu", True, False, True, (attention,))
+        self.spec = DecoderSpec(
+            "scripted", vocab, 1, 1, positions, "rms", 1e-6, "silu", True, False, True, (attention,)
+        )
         self.fed: list[int] = []  # tokens of each call
         self._say = say
         self._stories: list[list[int]] = []
 
-    def make_cache(self, batch: int, capacity: int, quantizers: Any = None) -> Cache:
+    def make_cache(self, batch: int, capacity: int, quantizers: Any = None, dtype: Any = None) -> Cache:
         return Cache(self.spec, batch, capacity, dtype=self.dtype)
 
     def __call__(self, tokens: Tensor, cache: Cache, lengths: Tensor | None = None) -> Tensor:

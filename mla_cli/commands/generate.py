@@ -1,0 +1,296 @@
+"""`mla generate`: continue a prompt, a file of prompts, or a conversation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mla_cli import console
+from mla_cli.commands import options
+from mla_cli.commands.options import INPUT, METHOD, OUTPUT, RUNTIME
+from mla_cli.errors import InputError, MlaError, UsageError
+from mla_cli.runtime import choices
+from mla_cli.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mla_cli.runtime.engine import Engine
+    from mla_cli.runtime.request import Request
+
+_DEFAULTS = SamplingParams()
+
+
+def generate(
+    ckpt: options.Checkpoint,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="Text to continue; - reads it from stdin.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help='JSON lines with "prompt" or "messages", and sampling options of their own.',
+            rich_help_panel=INPUT,
+            callback=options.existing_path("file"),
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Use the chat template; without a PROMPT, converse.", rich_help_panel=INPUT),
+    ] = False,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", metavar="TEXT", help="System message of the conversation.", rich_help_panel=INPUT),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            help="Most tokens to generate, from 1; the context cuts earlier.",
+            rich_help_panel=METHOD,
+        ),
+    ] = _DEFAULTS.max_new_tokens,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", help="0: always the likeliest token.", rich_help_panel=METHOD)
+    ] = _DEFAULTS.temperature,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p", metavar="P", help="Fewest likeliest tokens of probability P, 0 < P <= 1.", rich_help_panel=METHOD
+        ),
+    ] = _DEFAULTS.top_p,
+    top_k: Annotated[
+        int, typer.Option("--top-k", metavar="K", help="The K likeliest tokens; 0: all.", rich_help_panel=METHOD)
+    ] = _DEFAULTS.top_k,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            "--min-p", metavar="P", help="Tokens at least P times as likely as the likeliest.", rich_help_panel=METHOD
+        ),
+    ] = _DEFAULTS.min_p,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty", metavar="X", help="Above 1: rather no token again.", rich_help_panel=METHOD
+        ),
+    ] = _DEFAULTS.repetition_penalty,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable.", rich_help_panel=METHOD),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=METHOD)
+    ] = False,
+    seed: options.Seed = options.DEFAULT_SEED,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the results of --prompts here.", rich_help_panel=OUTPUT),
+    ] = None,
+    force: options.Force = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Times and cache size, on stderr.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            metavar="|".join(choices.BACKENDS),
+            help="What computes attention; reference is slow.",
+            rich_help_panel=RUNTIME,
+            callback=choices.check_backend,
+        ),
+    ] = "auto",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-dtype",
+            help="How latents are cached; auto: as calibrated.",
+            rich_help_panel=RUNTIME,
+            **options.one_of(*choices.KV_DTYPES, aliases=choices.KV_DTYPE_ALIASES),
+        ),
+    ] = "auto",
+    max_batch: Annotated[
+        int,
+        typer.Option("--max-batch", metavar="N", min=1, help="Most prompts at a time.", rich_help_panel=RUNTIME),
+    ] = choices.DEFAULT_MAX_BATCH,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context",
+            metavar="N",
+            min=2,
+            help="Most tokens of prompt and answer (default: the model's positions).",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a prompt, a file of prompts, or a conversation.
+
+    With --dtype auto a CPU computes in float32 (stored weights are widened without loss), a GPU in the stored type.
+    Answers to --prompts are JSON lines in the order of the prompts; a line that cannot be answered says why.
+    """
+    params = SamplingParams(
+        max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, tuple(stop or ()), seed, ignore_eos
+    )
+    _check_combination(prompt, prompts, chat, system, out, json)
+    text = None if prompts is not None else _prompt_text(prompt, chat)
+    if out is not None:
+        from mla_cli.runtime.result_file import check_result_file
+
+        check_result_file(out, force=force)
+    if prompts is not None:
+        from mla_cli.runtime.prompt_file import read_prompt_file
+
+        lines = read_prompt_file(prompts, params)
+
+    options.setup_runtime(threads, seed, quiet, debug)
+    from mla_cli.runtime.engine import open_engine
+
+    engine = open_engine(
+        ckpt,
+        device=options.resolve_device(device),
+        dtype=options.resolve_dtype(dtype),
+        kv_dtype=kv_dtype,
+        backend=backend,
+        max_batch=max_batch,
+        max_context=max_context,
+    )
+    for note in engine.notes:
+        console.note(note)
+    try:
+        if prompts is not None:
+            _answer_file(engine, prompts, lines, system, chat, out, json)
+        elif text is None:
+            _converse(engine, system, params)
+        else:
+            _answer(engine, _request(engine, _messages(system, text) if chat else text, params), json)
+    finally:
+        if stats and engine.generator.statistics.new_tokens:
+            from mla_cli.runtime.statistics import table
+
+            typer.echo(table(engine.generator.statistics.summary()), err=True)  # asked for, so even with --quiet
+
+
+def _check_combination(
+    prompt: str | None, prompts: Path | None, chat: bool, system: str | None, out: Path | None, json: bool
+) -> None:
+    if prompt is not None and prompts is not None:
+        raise UsageError("a PROMPT and --prompts are given", fix="give one of them")
+    if prompt is None and prompts is None and not chat:
+        raise UsageError("no prompt is given", fix="give a PROMPT, - for stdin, --prompts FILE or --chat")
+    if system is not None and not chat:
+        raise UsageError("a system message belongs to a conversation", where="--system", fix="add --chat")
+    if out is not None and prompts is None:
+        raise UsageError("only the results of --prompts go to a file", where="--out", fix="redirect stdout instead")
+    if out is not None and json:
+        raise UsageError("one object on stdout, or lines in a file", where="--json --out", fix="give one of them")
+
+
+def _prompt_text(prompt: str | None, chat: bool) -> str | None:
+    """The prompt; None for a conversation at the terminal."""
+    from mla_cli.runtime.prompt_text import text_of_argument, text_of_bytes, without_final_newline
+
+    if prompt is None and chat and sys.stdin.isatty():
+        return None
+    if prompt is None or prompt == "-":
+        return without_final_newline(text_of_bytes(sys.stdin.buffer.read(), "stdin"))
+    return text_of_argument(prompt)
+
+
+def _messages(system: str | None, text: str) -> list[Mapping[str, Any]]:
+    from mla_cli.runtime.prompt_file import conversation
+
+    return conversation(text, system)
+
+
+def _request(engine: Engine, prompt: str | list[Mapping[str, Any]], params: SamplingParams) -> Request:
+    from mla_cli.runtime.request import Request
+
+    ids = prompt if isinstance(prompt, str) else tuple(engine.tokenizer.encode_chat(prompt))
+    return Request(ids, params)
+
+
+def _answer(engine: Engine, request: Request, json: bool) -> str:
+    """One answer, as it comes or as one JSON object."""
+    terminal = not json and sys.stdout.isatty()
+    try:
+        completion = engine.generator.complete(request, (lambda _: None) if json else _print_piece)
+    finally:
+        if terminal:
+            _print_piece("\n")
+    if json:
+        console.result_json({**completion.as_dict(), "statistics": engine.generator.statistics.summary()})
+    elif completion.note is not None:
+        console.warn(completion.note)
+    return completion.text
+
+
+def _print_piece(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _converse(engine: Engine, system: str | None, params: SamplingParams) -> None:
+    """Turn by turn at the terminal, until end of input."""
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (line editing in `input`)
+    console.note("an empty line is skipped; Ctrl-D ends the conversation")
+    history = _messages(system, "")[:-1]
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            return
+        if not text.strip():
+            continue
+        turn = [*history, {"role": "user", "content": text}]
+        try:
+            answer = _answer(engine, _request(engine, turn, params), json=False)
+        except InputError as error:  # e.g. the conversation has outgrown the context: what was said stays
+            console.error(str(error))
+            continue
+        history = [*turn, {"role": "assistant", "content": answer}]
+
+
+def _answer_file(
+    engine: Engine, path: Path, lines: list[Any], system: str | None, chat: bool, out: Path | None, json: bool
+) -> None:
+    from mla_cli.runtime.prompt_file import answer_lines
+    from mla_cli.runtime.result_file import result_file, write_line
+
+    failed = 0
+
+    def watched() -> Any:
+        nonlocal failed
+        answers = answer_lines(engine.generator, lines, system, chat=chat)
+        for answer in console.progress(answers, "prompts", total=len(lines), unit="prompt"):
+            if "error" in answer:
+                failed += 1
+                console.error(f"{path}:{answer['line']}: {answer['error']}")
+            yield answer
+
+    if json:
+        console.result_json({"completions": list(watched()), "statistics": engine.generator.statistics.summary()})
+    elif out is None:
+        for answer in watched():
+            write_line(answer)
+    else:
+        with result_file(out) as write:
+            for answer in watched():
+                write(answer)
+    if failed:
+        raise MlaError(f"{failed} of {len(lines)} prompts could not be answered", where=path)
