@@ -1,0 +1,124 @@
+"""Step 2: narrow a latent, weighted by what matters to the model's output.
+
+A wide latent `z = A x` is replaced by `z' = U D x` of rank `r`. The second-order loss of that is, with Kronecker factors
+`F = E[g g^T]` (`g` = gradient of the loss with respect to `z`) and `C` = covariance of `x`,
+
+    loss = tr(F (A - U D) C (A - U D)^T),   minimal for   F^{1/2} A C^{1/2} = P S Q^T,  U = F^{-1/2} P_r S_r^{1/2},
+                                                          D = S_r^{1/2} Q_r^T C^{-1/2}
+
+The latent's channels come out ordered by importance. `x` is taken about its mean: the mean of the keys is invariant under
+softmax, the mean of the values is a constant that goes into the output bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mla_cli.model.latent_weights import LatentWeights
+
+Objective = Literal["fisher", "activation", "weight"]
+
+DAMPING = 1e-4  # of the mean eigenvalue: directions that calibration hardly saw keep a small weight
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Loss by rank: `energy[i]` is what channel `i` is worth in the objective's unit; dropping it costs that much."""
+
+    energy: Tensor  # [min(2Gd, D)] float64, descending
+
+    def loss(self, rank: int) -> float:
+        """What is lost when the first `rank` channels are kept."""
+        return float(self.energy[rank:].sum())
+
+
+def moment_root(moment: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
+    """`M^{1/2}` and `M^{-1/2}` of a symmetric second moment, damped relative to its mean eigenvalue.
+
+    A moment of zeros (nothing was seen) gives the identity.
+    """
+    values, vectors = torch.linalg.eigh((moment + moment.T) / 2)
+    values = values.clamp(min=0)
+    mean = float(values.mean())
+    if mean <= 0:
+        eye = torch.eye(moment.shape[0], dtype=moment.dtype)
+        return eye, eye
+    root = (values + damping * mean).sqrt()
+    return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
+
+
+def covariance(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Covariance `[D, D]` and mean `[D]` from the second moment `[D + 1, D + 1]` of `x` with a constant 1 appended."""
+    mean = moment[:-1, -1]
+    return moment[:-1, :-1] - torch.outer(mean, mean), mean
+
+
+def output_weight(weights: LatentWeights, query_moment: Tensor) -> Tensor:
+    """The stand-in for the Fisher information where no gradients are taken: block-diagonal by keys and values.
+
+    Keys weigh by the queries that read them, values by the output projection: `sum_h U_k^T E[q q^T] U_k` and
+    `sum_h U_v^T W_o^T W_o U_v`, each scaled to equal trace per unit of its own output so that neither part is favoured.
+
+    Args:
+        query_moment: `[H, nope, nope]` second moments of the non-rotary queries.
+    """
+    s = weights.spec
+    keys = torch.einsum("hnr,hnm,hms->rs", weights.up_k, query_moment, weights.up_k) * s.scale**2
+    out = weights.out.view(-1, s.num_heads, s.v_head_dim)  # [D, H, v]
+    values = torch.einsum("hvr,dhv,dhw,hws->rs", weights.up_v, out, out, weights.up_v)
+    return keys / keys.trace().clamp(min=1e-30) + values / values.trace().clamp(min=1e-30)
+
+
+def factorize(
+    weights: LatentWeights,
+    rank: int,
+    input_moment: Tensor,
+    output_moment: Tensor | None,
+    *,
+    weigh_input: bool = True,
+) -> tuple[LatentWeights, Spectrum]:
+    """The layer with its latent narrowed to `rank` channels, and the spectrum of what each channel is worth.
+
+    Args:
+        weights: a latent layer, wide or already narrow.
+        rank: channels to keep; may exceed the rank of the layer (then nothing is lost).
+        input_moment: `[D + 1, D + 1]`, see `covariance`.
+        output_moment: `[r, r]` weight of errors in the latent (`F`); None: all equal.
+        weigh_input: False ignores the covariance (plain SVD of the weights).
+    """
+    s = weights.spec
+    wide, hidden = s.kv_lora_rank, weights.down.shape[1]
+    cov, mean = covariance(input_moment)
+    a, rope = weights.down[:wide], weights.down[wide:]
+    c_root, c_inverse = moment_root(cov) if weigh_input else (torch.eye(hidden, dtype=a.dtype),) * 2
+    f_root, f_inverse = moment_root(output_moment) if output_moment is not None else (torch.eye(wide, dtype=a.dtype),) * 2
+
+    left, singular, right = torch.linalg.svd(f_root @ a @ c_root, full_matrices=False)
+    kept = min(rank, singular.numel())
+    root = singular[:kept].clamp(min=1e-150).sqrt()
+    down = root[:, None] * (right[:kept] @ c_inverse)  # [kept, D]
+    up = (f_inverse @ left[:, :kept]) * root  # [wide, kept]
+    # One common factor makes the latent's mean square 1, so that casts and quantisation meet well-scaled numbers.
+    power = ((down @ cov) * down).sum(dim=1).mean().clamp(min=1e-60).sqrt()
+    down, up = down / power, up * power
+    if kept < rank:
+        down = torch.cat((down, down.new_zeros(rank - kept, hidden)))
+        up = torch.cat((up, up.new_zeros(wide, rank - kept)), dim=1)
+
+    # Constant part of the wide latent: for keys it is invariant under softmax; for values it is an output bias.
+    constant = a @ mean + weights.down_bias[:wide]  # [wide]
+    value_constant = torch.einsum("hvr,r->hv", weights.up_v, constant).flatten()  # [H*v]
+    narrowed = replace(
+        weights,
+        spec=replace(s, kv_lora_rank=rank),
+        down=torch.cat((down, rope)),
+        down_bias=torch.cat((-down @ mean, weights.down_bias[wide:])),
+        up_k=weights.up_k @ up,
+        up_v=weights.up_v @ up,
+        out_bias=weights.out_bias + weights.out @ value_constant,
+    )
+    return narrowed.with_needed_biases(), Spectrum(singular.square())

@@ -1,0 +1,78 @@
+"""What a conversion costs on text that no stage has seen: perplexity of each stage and divergence from the source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_cli.converters.layerwise import Batches, LayerAt, Tick
+from mla_cli.model.decoder import Decoder, begin_step
+
+SCORED_AT_ONCE = 256  # tokens whose logits are held at a time
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Mean negative log-likelihood of the next token, and mean KL(source || model) per token, both in nats."""
+
+    nll: float
+    kl: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """`exp(nll)`; infinite where that overflows."""
+        return math.exp(self.nll) if self.nll < 700 else math.inf
+
+
+def measure(
+    frame: Decoder,
+    stages: Mapping[str, LayerAt],
+    sequences: Tensor,
+    lengths: Tensor,
+    batches: Batches,
+    *,
+    tick: Tick = lambda: None,
+) -> dict[str, Loss]:
+    """Losses of several stages of one model on the same sequences; the first stage is the source.
+
+    All stages advance together, layer by layer, so that one layer of each is in memory.
+    """
+    sums = {name: [0.0, 0.0, 0] for name in stages}
+    for chosen in batches.rounds(sequences.shape[0]):
+        tokens, counts = sequences[chosen], lengths[chosen]
+        tokens = tokens[:, : int(counts.max())].to(frame.device)
+        with torch.no_grad():
+            start = frame.embed(tokens, begin_step(frame.spec, tokens.shape, frame.device).positions)
+            hidden = {name: start.clone() for name in stages}
+            for index in range(frame.spec.num_layers):
+                for name, layer_at in stages.items():
+                    layer = layer_at(index)
+                    for i in range(0, tokens.shape[0], batches.sequences_per_micro):
+                        m = slice(i, i + batches.sequences_per_micro)
+                        step = begin_step(frame.spec, tokens[m].shape, frame.device)
+                        hidden[name][m] = layer(hidden[name][m], step)
+                tick()
+            for row in range(tokens.shape[0]):
+                _score(frame, hidden, tokens[row], int(counts[row]), row, sums)
+    return {name: Loss(nll / max(1, n), kl / max(1, n), n) for name, (nll, kl, n) in sums.items()}
+
+
+def _score(
+    frame: Decoder, hidden: dict[str, Tensor], tokens: Tensor, count: int, row: int, sums: dict[str, list[float | int]]
+) -> None:
+    for begin in range(0, count - 1, SCORED_AT_ONCE):
+        end = min(begin + SCORED_AT_ONCE, count - 1)
+        labels = tokens[begin + 1 : end + 1]
+        source: Tensor | None = None
+        for name, states in hidden.items():
+            scores = F.log_softmax(frame.logits(frame.norm(states[row, begin:end])).float(), dim=-1)
+            source = scores if source is None else source
+            sums[name][0] += float(F.nll_loss(scores, labels, reduction="sum"))
+            sums[name][1] += float(F.kl_div(scores, source, log_target=True, reduction="sum"))
+            sums[name][2] += end - begin

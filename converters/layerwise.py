@@ -1,0 +1,143 @@
+"""Run calibration sequences through a decoder layer by layer, forward and backward, with one layer in memory at a time.
+
+Sequences go in rounds: a round keeps the hidden states between all layers (what the backward pass needs), so a round is as
+large as the memory given to it. Padding and what follows a sequence's end never reach an observer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_cli.errors import MlaError
+from mla_cli.model.attention import Record
+from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
+
+LayerAt = Callable[[int], DecoderLayer]
+# Sees one micro-batch of one layer: layer index, recorded tensors `[B, T, ...]`, which tokens count `[B, T]`.
+ForwardObserver = Callable[[int, Record, Tensor], None]
+# The same with the gradient of the loss with respect to the latent, `[B, T, r]`.
+GradientObserver = Callable[[int, Record, Tensor, Tensor], None]
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How sequences are cut: `rounds` share a pass over the layers, `micro` sequences run at once."""
+
+    sequences_per_round: int
+    sequences_per_micro: int
+
+    @staticmethod
+    def fit(sequence_length: int, hidden: int, layers: int, *, memory: int = 1 << 30, micro_tokens: int = 4096) -> Batches:
+        """The largest round whose hidden states between layers (float32) stay within `memory` bytes."""
+        per_sequence = sequence_length * hidden * 4 * (layers + 1)
+        micro = max(1, micro_tokens // sequence_length)
+        return Batches(max(micro, memory // per_sequence // micro * micro), micro)
+
+    def rounds(self, sequences: int) -> list[slice]:
+        """Slices of the sequences, one a round."""
+        step = self.sequences_per_round
+        return [slice(i, min(i + step, sequences)) for i in range(0, sequences, step)]
+
+
+def steps_in(batches: Batches, sequences: int, layers: int, *, backward: bool) -> int:
+    """How often a pass ticks (for progress)."""
+    return len(batches.rounds(sequences)) * layers * (2 if backward else 1)
+
+
+def run(
+    frame: Decoder,
+    layer_at: LayerAt,
+    sequences: Tensor,
+    lengths: Tensor,
+    batches: Batches,
+    *,
+    observe: ForwardObserver | None = None,
+    observe_gradient: GradientObserver | None = None,
+    seed: int = 0,
+    tick: Tick = lambda: None,
+) -> None:
+    """Pass all sequences through all layers, and back where gradients are asked for.
+
+    The loss is the model's own: next tokens are sampled from its distribution, so that the second moment of the gradients
+    is the Fisher information. Labels depend on the seed and the sequence's index only.
+
+    Args:
+        frame: the decoder's embedding, norm and head. layer_at: gives layer `i`, frozen, ready to run.
+        sequences: `[N, T]` int64; lengths: `[N]`.
+        observe: called in the forward pass. observe_gradient: called in the backward pass.
+    """
+    layers = frame.spec.num_layers
+    for chosen in batches.rounds(sequences.shape[0]):
+        tokens, counts = sequences[chosen], lengths[chosen]
+        longest = int(counts.max())
+        tokens = tokens[:, :longest].to(frame.device)
+        valid = torch.arange(longest, device=frame.device) < counts.to(frame.device)[:, None]  # [N, T]
+        micros = [
+            slice(i, i + batches.sequences_per_micro) for i in range(0, tokens.shape[0], batches.sequences_per_micro)
+        ]
+        step = begin_step(frame.spec, tokens.shape, frame.device)
+        with torch.no_grad():
+            hidden = torch.cat([frame.embed(tokens[m], step.positions[m]) for m in micros])  # [N, T, D]
+        between = [hidden]
+        for index in range(layers):
+            layer = layer_at(index)
+            hidden = torch.empty_like(hidden)
+            with torch.no_grad():
+                for m in micros:
+                    record: Record = {}
+                    micro_step = begin_step(frame.spec, tokens[m].shape, frame.device)
+                    hidden[m] = layer(between[-1][m], micro_step, record)
+                    if observe is not None:
+                        observe(index, record, valid[m])
+            _check_finite(hidden, valid, index)
+            between = [*between, hidden] if observe_gradient is not None else [hidden]
+            tick()
+        if observe_gradient is None:
+            continue
+        first = chosen.start or 0
+        gradient = torch.cat(
+            [_head_gradient(frame, hidden[i], valid[i], seed, first + i) for i in range(hidden.shape[0])]
+        )  # [N, T, D]
+        for index in reversed(range(layers)):
+            layer = layer_at(index)
+            between.pop()
+            for m in micros:
+                record = {}
+                x = between[-1][m].detach().requires_grad_(True)
+                micro_step = begin_step(frame.spec, tokens[m].shape, frame.device)
+                with torch.enable_grad():
+                    out = layer(x, micro_step, record)
+                    # The first layer's input gradient is not needed by anyone, but costs little.
+                    to_x, to_latent = torch.autograd.grad(out, (x, record["latent"]), gradient[m])
+                observe_gradient(index, {k: v.detach() for k, v in record.items()}, to_latent, valid[m])
+                gradient[m] = to_x
+            tick()
+
+
+def _head_gradient(frame: Decoder, hidden: Tensor, valid: Tensor, seed: int, sequence: int) -> Tensor:
+    # Gradient of the summed cross-entropy to sampled labels, of one sequence, with respect to the last hidden state.
+    generator = torch.Generator(device=hidden.device).manual_seed(seed * 1_000_003 + sequence)
+    x = hidden.detach().requires_grad_(True)  # [T, D]
+    with torch.enable_grad():
+        logits = frame.logits(frame.norm(x))  # [T, V]
+    with torch.no_grad():
+        probabilities = torch.softmax(logits.float(), dim=-1)
+        labels = torch.multinomial(probabilities, 1, generator=generator)  # [T, 1]
+        # d loss / d logits = p - onehot(label)
+        slope = probabilities.scatter_add_(1, labels, labels.new_full(labels.shape, -1, dtype=probabilities.dtype))
+        slope = slope * valid[:, None]
+    (gradient,) = torch.autograd.grad(logits, x, slope.to(logits.dtype))
+    return gradient[None]
+
+
+def _check_finite(hidden: Tensor, valid: Tensor, layer: int) -> None:
+    if not bool(torch.isfinite(hidden[valid]).all()):
+        raise MlaError(
+            f"layer {layer} gives NaN or infinity on calibration text",
+            fix="the weights are damaged or overflow: try --dtype float32, or check the source with `mla inspect`",
+        )

@@ -1,0 +1,153 @@
+"""Step 1: turn `G` rotary keys into one shared rotary key and a remainder that is read without rotation.
+
+RoPE multiplies the complex number `k_j = k[j] + i k[j + n]` of frequency `j` by `exp(i theta_j t)`, so any complex mixing of
+the `G` key heads at one frequency commutes with it. Per frequency, the complex principal components of the keys, weighted
+by the energy of the queries that read them, become slots of the shared rotary key; their coefficients go into the queries.
+
+The result is a *wide* latent layer: its latent is `[k_remainder; v]` of all groups, `2 G d` numbers, and nothing is lost
+yet but the rotation of the remainder. What follows (`factorize.py`) narrows that latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mla_cli.model.attention import StandardAttention
+from mla_cli.model.latent_weights import LatentWeights, bias_or_zeros
+from mla_cli.model.spec import LatentAttentionSpec
+
+Mixing = Literal["complex", "real"]
+
+
+def default_slots(frequencies: int, qk_rope_head_dim: int, groups: int) -> tuple[int, ...]:
+    """Frequency of each rotary pair: every `frequencies / pairs`-th one, or all of them one or more times.
+
+    The first `frequencies` pairs always run over the frequencies in order, as the stock form needs it.
+    """
+    pairs = qk_rope_head_dim // 2
+    if pairs <= frequencies:
+        return tuple(i * frequencies // pairs for i in range(pairs))
+    return tuple(i % frequencies for i in range(pairs))[: frequencies * groups]
+
+
+def split_rotary(
+    attention: StandardAttention,
+    input_moment: Tensor,
+    query_energy: Tensor,
+    slots: Sequence[int],
+    *,
+    mixing: Mixing = "complex",
+) -> LatentWeights:
+    """The wide latent layer of a standard attention layer.
+
+    Args:
+        attention: the source layer.
+        input_moment: `[D + 1, D + 1]` second moment of its normed input with a constant 1 appended.
+        query_energy: `[H, n]` mean of `|q_j|^2` per head and frequency.
+        slots: frequency index of each rotary pair; a frequency may appear up to `G` times, or never.
+        mixing: `real` restricts the mixing of heads to one real rotation for both halves of a pair (what published
+            converters do; for comparison).
+
+    Returns:
+        Weights in float64 with `r = 2 G d` and `qk_rope_head_dim = 2 len(slots)`.
+    """
+    s, hidden = attention.spec, attention.q_proj.in_features
+    groups, per_group, d = s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim
+    n = s.rotary.dim // 2 if s.rotary is not None else 0
+    attention_factor = s.rotary.attention_factor if s.rotary is not None else 1.0
+
+    w_q = _augmented(attention.q_proj).view(s.num_heads, d, hidden + 1)
+    w_k = _augmented(attention.k_proj).view(groups, d, hidden + 1)
+    w_v = _augmented(attention.v_proj)  # [G*d, D+1]
+    keys = torch.complex(w_k[:, :n], w_k[:, n : 2 * n])  # [G, n, D+1]
+    queries = torch.complex(w_q[:, :n], w_q[:, n : 2 * n])  # [H, n, D+1]
+    group_energy = query_energy.view(groups, per_group, n).sum(dim=1).clamp(min=1e-30)  # [G, n]
+
+    remainder = keys.clone()
+    rope_rows: list[Tensor] = []
+    rope_queries: list[Tensor] = []
+    wanted = {j: slots.count(j) for j in set(slots)}
+    components: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for j, count in wanted.items():
+        weight = group_energy[:, j].sqrt().to(keys.dtype)  # [G]
+        weight = weight / weight.abs().mean()
+        weighted = weight[:, None] * keys[:, j]  # [G, D+1]
+        covariance = weighted @ input_moment.to(keys.dtype) @ weighted.conj().T  # [G, G]
+        if mixing == "real":
+            covariance = covariance.real.to(keys.dtype)
+        _, vectors = torch.linalg.eigh(covariance)
+        components[j] = []
+        for u in vectors.flip(-1).T[:count]:
+            row = u.conj() @ weighted  # [D+1] complex: the slot's shared key
+            coefficient = u / weight  # [G]
+            remainder[:, j] -= coefficient[:, None] * row
+            components[j].append((coefficient, row))
+    for j in slots:
+        coefficient, row = components[j].pop(0)
+        rope_rows += [row.real, row.imag]
+        read = queries[:, j] * coefficient.conj().repeat_interleave(per_group)[:, None]  # [H, D+1]
+        rope_queries += [read.real, read.imag]
+
+    # cos and sin carry the attention factor into rotated scores only; the remainder needs it by hand.
+    q_nope = w_q.clone()
+    q_nope[:, : 2 * n] *= attention_factor**2
+    k_nope = torch.cat((remainder.real, remainder.imag, w_k[:, 2 * n :]), dim=1)  # [G, d, D+1]
+    rope = torch.stack(rope_rows) if rope_rows else w_v.new_zeros(0, hidden + 1)  # [rope, D+1]
+    down = torch.cat((k_nope.flatten(0, 1), w_v, rope))  # [2*G*d + rope, D+1]
+    q = torch.cat((q_nope, torch.stack(rope_queries, dim=1)), dim=1) if rope_queries else q_nope
+
+    width = groups * d
+    eye = torch.eye(width, dtype=torch.float64).view(groups, d, width).repeat_interleave(per_group, dim=0)  # [H, d, G*d]
+    nothing = torch.zeros_like(eye)
+    spec = LatentAttentionSpec(
+        num_heads=s.num_heads,
+        kv_lora_rank=2 * width,
+        qk_nope_head_dim=d,
+        qk_rope_head_dim=2 * len(slots),
+        v_head_dim=d,
+        scale=s.scale,
+        rotary=s.rotary,
+        frequencies=tuple(slots) if s.rotary is not None else None,
+        q_bias=True,
+        kv_a_bias=True,
+        o_bias=True,
+        window=s.window,
+        softcap=s.softcap,
+    )
+    return LatentWeights(
+        spec,
+        q[..., :hidden],
+        q[..., hidden],
+        down[:, :hidden],
+        down[:, hidden],
+        torch.cat((eye, nothing), dim=-1),
+        torch.cat((nothing, eye), dim=-1),
+        attention.o_proj.weight.detach().double(),
+        bias_or_zeros(attention.o_proj),
+    ).with_needed_biases()
+
+
+def split_error(attention: StandardAttention, split: LatentWeights, input_moment: Tensor, query_energy: Tensor) -> float:
+    """Share of the rotary keys' energy, weighted by query energy, that stays in the remainder (0: nothing is lost)."""
+    s = attention.spec
+    if s.rotary is None:
+        return 0.0
+    n, hidden = s.rotary.dim // 2, attention.q_proj.in_features
+    energy = query_energy.view(s.num_kv_heads, -1, n).sum(dim=1)  # [G, n]
+
+    def weighted(rows: Tensor) -> float:
+        power = ((rows @ input_moment) * rows).sum(dim=-1).view(s.num_kv_heads, s.head_dim)  # [G, d]
+        return float(((power[:, :n] + power[:, n : 2 * n]) * energy).sum())
+
+    remainder = torch.cat((split.down, split.down_bias[:, None]), dim=1)[: s.num_kv_heads * s.head_dim]
+    total = weighted(_augmented(attention.k_proj).view(-1, hidden + 1))
+    return weighted(remainder) / total if total > 0 else 0.0
+
+
+def _augmented(linear: torch.nn.Linear) -> Tensor:
+    # [out, in + 1]: the bias is what a constant input of 1 contributes.
+    return torch.cat((linear.weight.detach().double(), bias_or_zeros(linear)[:, None]), dim=1)

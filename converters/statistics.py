@@ -1,0 +1,114 @@
+"""Second moments that the conversion is fitted to, in float64, summed layer by layer over calibration tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_cli.converters.layerwise import Batches, LayerAt, Tick, run
+from mla_cli.model.attention import Record
+from mla_cli.model.decoder import Decoder
+from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec
+
+
+@dataclass(frozen=True)
+class SourceStatistics:
+    """What one standard attention layer sees.
+
+    Attributes:
+        input_moment: `[D + 1, D + 1]` mean of `x x^T`, `x` the normed input with a constant 1 appended.
+        query_energy: `[H, n]` mean `|q_j|^2` per head and rotary frequency.
+        query_moment: `[H, d, d]` mean of `q q^T` before rotation.
+        tokens: how many tokens were seen.
+    """
+
+    input_moment: Tensor
+    query_energy: Tensor
+    query_moment: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class LatentStatistics:
+    """What one latent layer sees, and how much the loss depends on each direction of its latent.
+
+    Attributes:
+        input_moment: as above, on inputs that passed through the converted layers before.
+        fisher: `[r, r]` mean of `g g^T`, `g` the gradient of the loss with respect to the latent.
+        tokens: how many tokens were seen.
+    """
+
+    input_moment: Tensor
+    fisher: Tensor
+    tokens: int
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """Sum of `x x^T` over rows `[N, D]`, in float64."""
+    doubled = rows.double()
+    return doubled.T @ doubled
+
+
+def with_constant(rows: Tensor) -> Tensor:
+    """`[N, D]` to `[N, D + 1]`: a constant 1 appended, so that a moment also holds the mean and the count."""
+    return torch.cat((rows, rows.new_ones(rows.shape[0], 1)), dim=1)
+
+
+def source_statistics(
+    frame: Decoder,
+    layer_at: LayerAt,
+    sequences: Tensor,
+    lengths: Tensor,
+    batches: Batches,
+    *,
+    tick: Tick = lambda: None,
+) -> list[SourceStatistics]:
+    """Forward statistics of every layer of a source model."""
+    specs = [s for s in frame.spec.attention if isinstance(s, StandardAttentionSpec)]
+    hidden = frame.spec.hidden_size
+    inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
+    queries = [torch.zeros(s.num_heads, s.head_dim, s.head_dim, dtype=torch.float64) for s in specs]
+
+    def observe(layer: int, record: Record, valid: Tensor) -> None:
+        inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()
+        q = record["q"][valid].double().transpose(0, 1)  # [H, N, d]
+        queries[layer] += (q.transpose(1, 2) @ q).cpu()
+
+    run(frame, layer_at, sequences, lengths, batches, observe=observe, tick=tick)
+    statistics = []
+    for spec, moment, query in zip(specs, inputs, queries, strict=True):
+        tokens = moment[-1, -1].clone()
+        n = spec.rotary.dim // 2 if spec.rotary is not None else 0
+        diagonal = (query / tokens).diagonal(dim1=1, dim2=2)  # [H, d]
+        energy = diagonal[:, :n] + diagonal[:, n : 2 * n]
+        statistics.append(SourceStatistics(moment / tokens, energy, query / tokens, int(tokens)))
+    return statistics
+
+
+def latent_statistics(
+    frame: Decoder,
+    layer_at: LayerAt,
+    sequences: Tensor,
+    lengths: Tensor,
+    batches: Batches,
+    *,
+    seed: int = 0,
+    tick: Tick = lambda: None,
+) -> list[LatentStatistics]:
+    """Forward and backward statistics of every layer of a latent model (a wide one, straight after the rotary split)."""
+    specs = [s for s in frame.spec.attention if isinstance(s, LatentAttentionSpec)]
+    hidden = frame.spec.hidden_size
+    inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
+    fishers = [torch.zeros(s.kv_lora_rank, s.kv_lora_rank, dtype=torch.float64) for s in specs]
+
+    def observe(layer: int, record: Record, gradient: Tensor, valid: Tensor) -> None:
+        inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()
+        fishers[layer] += second_moment(gradient[valid]).cpu()
+
+    run(frame, layer_at, sequences, lengths, batches, observe_gradient=observe, seed=seed, tick=tick)
+    return [
+        LatentStatistics(moment / moment[-1, -1], fisher / moment[-1, -1], int(moment[-1, -1]))
+        for moment, fisher in zip(inputs, fishers, strict=True)
+    ]

@@ -1,0 +1,206 @@
+"""The stock form: a converted layer as tensors of an unmodified `deepseek_v3` model, which transformers and vLLM run.
+
+DeepSeek puts an RMSNorm on the latent; a converted model has none. Constant channels neutralise it exactly: with the bias
+`B_j = s_j 2^k` on `m` channels whose weight rows are zero, and `sum s_j^2 = r`, the mean square of the latent is `4^k` up to
+`|c|^2 / r`, far below the last bit, so the norm divides by `2^k`, and a norm weight of `2^k` undoes that.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_cli.errors import UsageError
+from mla_cli.model.families.base import Config
+from mla_cli.model.latent_weights import LatentWeights
+from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, RotarySpec
+
+LOG2_SCALE = 16  # k: large enough that |c|^2 vanishes beside r * 4^k in float32, small enough for every exponent range
+
+
+def why_not_stock(spec: DecoderSpec) -> str | None:
+    """What in a standard decoder the stock form cannot say; None if it can say all."""
+    if spec.learned_positions:
+        return "learned positions"
+    if spec.norm != "rms":
+        return f"{spec.norm} norm"
+    if not spec.gated_mlp or spec.mlp_bias:
+        return "an MLP with biases" if spec.mlp_bias else "an MLP without a gate"
+    shapes = {(a.num_heads, a.scale, a.rotary) for a in spec.attention}
+    if len(shapes) > 1:
+        return "layers of different shapes"
+    for attention in spec.attention:
+        if attention.rotary is None:
+            return "layers without rotary embedding"
+        if attention.window is not None and attention.window < spec.max_position_embeddings:
+            return f"a sliding window of {attention.window} tokens"
+        if attention.softcap is not None:
+            return "soft-capped attention scores"
+    return None
+
+
+def stock_slots(rotary: RotarySpec, qk_rope_head_dim: int) -> tuple[int, ...] | None:
+    """The source frequency that each rotary pair of a stock model of that width turns at; None if they do not match."""
+    pairs, frequencies = qk_rope_head_dim // 2, rotary.dim // 2
+    if pairs == frequencies:
+        return tuple(range(frequencies))
+    # theta^(-2i/d') with d' = d/m is every m-th frequency; dynamic and yarn scaling also depend on the width itself.
+    if pairs and pairs < frequencies and frequencies % pairs == 0 and rotary.kind in ("default", "linear", "llama3"):
+        return tuple(range(0, frequencies, frequencies // pairs))
+    return None
+
+
+@functools.cache
+def constant_channels(rank: int) -> tuple[int, ...]:
+    """The fewest whole numbers whose squares sum to `rank` (at most four: Lagrange), largest first."""
+    for count in (1, 2, 3, 4):
+        found = _squares(rank, count)
+        if found is not None:
+            return found
+    raise AssertionError("every whole number is a sum of four squares")
+
+
+def _squares(rest: int, count: int) -> tuple[int, ...] | None:
+    top = int(rest**0.5)
+    while top * top > rest:
+        top -= 1
+    if count == 1:
+        return (top,) if top * top == rest and top else None
+    for largest in range(top, 0, -1):
+        others = _squares(rest - largest * largest, count - 1)
+        if others is not None and others[0] <= largest:
+            return (largest, *others)
+    return None
+
+
+def query_rank(hidden: int) -> int:
+    """`q_lora_rank` that carries a query bias: the hidden size and the fewest constant channels that neutralise the norm."""
+    for extra in range(1, 5):
+        if len(constant_channels(hidden + extra)) <= extra:
+            return hidden + extra
+    return hidden + 4
+
+
+def free_rank(kv_lora_rank: int) -> int:
+    """Latent channels that remain for the model beside the constant ones."""
+    return kv_lora_rank - len(constant_channels(kv_lora_rank))
+
+
+def stock_tensors(weights: LatentWeights, kv_lora_rank: int, *, query_bias: bool) -> dict[str, Tensor]:
+    """A layer's tensors below `self_attn.`, float64.
+
+    Args:
+        weights: a layer with `free_rank(kv_lora_rank)` latent channels, whose rotary slots are `stock_slots`.
+        kv_lora_rank: width of the latent with constant channels.
+        query_bias: whether queries go through `q_a` and `q_b`, which is how a bias is carried.
+    """
+    s, hidden = weights.spec, weights.q.shape[-1]
+    if s.kv_lora_rank != free_rank(kv_lora_rank):
+        raise UsageError(f"{s.kv_lora_rank} latent channels do not fit a latent of {kv_lora_rank} with constant channels")
+    constants = constant_channels(kv_lora_rank)
+    scale = 2.0**LOG2_SCALE
+    stock_scale = s.qk_head_dim**-0.5
+    fold = s.scale / stock_scale  # stock attention fixes its own softmax scale
+    r, m = s.kv_lora_rank, len(constants)
+    zeros = weights.down.new_zeros
+    up = torch.cat((weights.up_k, weights.up_v), dim=1).flatten(0, 1)  # [H*(nope+v), r]
+    bias = torch.tensor([c * scale for c in constants], dtype=torch.float64)
+    named = {
+        "kv_a_proj_with_mqa.weight": torch.cat((weights.down[:r], zeros(m, hidden), weights.down[r:])),
+        "kv_a_proj_with_mqa.bias": torch.cat((weights.down_bias[:r], bias, weights.down_bias[r:])),
+        "kv_a_layernorm.weight": torch.cat((torch.full((r,), scale, dtype=torch.float64), zeros(m))),
+        "kv_b_proj.weight": torch.cat((up, zeros(up.shape[0], m)), dim=1),
+        "o_proj.weight": weights.out,
+        "o_proj.bias": weights.out_bias,
+    }
+    q = weights.q.flatten(0, 1) * fold  # [H*(nope+rope), D]
+    if not query_bias:
+        named["q_proj.weight"] = q
+        return named
+    width = query_rank(hidden)
+    constants = constant_channels(width)
+    extra = width - hidden
+    bias = torch.tensor([c * scale for c in constants] + [0.0] * (extra - len(constants)), dtype=torch.float64)
+    carried = zeros(q.shape[0], extra)
+    carried[:, 0] = weights.q_bias.flatten() * fold / constants[0]  # after the norm that channel holds its s_j
+    norm = zeros(width)
+    norm[:hidden] = scale
+    norm[hidden] = 1.0
+    named["q_a_proj.weight"] = torch.cat((torch.eye(hidden, dtype=torch.float64), zeros(extra, hidden)))
+    named["q_a_proj.bias"] = torch.cat((zeros(hidden), bias))
+    named["q_a_layernorm.weight"] = norm
+    named["q_b_proj.weight"] = torch.cat((q, carried), dim=1)
+    return named
+
+
+def stock_config(
+    source_config: Config, spec: DecoderSpec, attention: LatentAttentionSpec, kv_lora_rank: int, *, query_bias: bool
+) -> Config:
+    """The `config.json` of a stock checkpoint. `attention` is any of its layers (all are alike)."""
+    kept = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache")
+    layers, heads = spec.num_layers, attention.num_heads
+    return {
+        # vLLM goes by this and takes its Transformers backend, which honours the biases; transformers goes by model_type.
+        "architectures": ["TransformersForCausalLM"],
+        "model_type": "deepseek_v3",
+        **{key: source_config[key] for key in kept if key in source_config},
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "moe_intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_act": spec.activation,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "q_lora_rank": query_rank(spec.hidden_size) if query_bias else None,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_nope_head_dim": attention.qk_nope_head_dim,
+        "qk_rope_head_dim": attention.qk_rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
+        "rope_interleave": True,
+        **_rope_config(attention.rotary),
+        "first_k_dense_replace": layers,
+        "n_routed_experts": 1,  # null is refused by transformers; no layer uses it
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _rope_config(rotary: RotarySpec | None) -> dict[str, Any]:
+    assert rotary is not None  # why_not_stock has refused it
+    scaling: dict[str, Any] = {}
+    if rotary.kind != "default":
+        scaling = {"rope_type": rotary.kind, "factor": rotary.factor}
+    if rotary.kind == "llama3":
+        scaling |= {
+            "low_freq_factor": rotary.low_freq_factor,
+            "high_freq_factor": rotary.high_freq_factor,
+            "original_max_position_embeddings": rotary.original_max_position_embeddings,
+        }
+    if rotary.kind == "yarn":
+        scaling |= {
+            "original_max_position_embeddings": rotary.original_max_position_embeddings,
+            # Said outright, so that no engine derives it from mscale keys and rescales the softmax as well.
+            "attention_factor": rotary.attention_factor,
+            "beta_fast": rotary.beta_fast,
+            "beta_slow": rotary.beta_slow,
+            "truncate": rotary.truncate,
+        }
+    config: dict[str, Any] = {
+        "rope_theta": rotary.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rotary.theta, **scaling},
+    }
+    if scaling:
+        config["rope_scaling"] = scaling
+    return config
