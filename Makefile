@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
-# Two cores run two workers of one thread each faster than one worker of two threads (see docs/decisions/0002).
+# Workers of one thread each: the matrices of the tests are too small to gain from threads.
 WORKERS ?= 2
 
 BIN := $(VENV)/bin

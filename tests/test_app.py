@@ -33,8 +33,6 @@ def sample(
     debug: options.Debug = False,
 ) -> None:
     """Fail or print as asked."""
-    import torch
-
     del samples, threads, seed, debug
     failures = {
         "input": InputError("no such folder", where="/data/[/v2]/a  b", fix="give a folder"),
@@ -42,12 +40,15 @@ def sample(
         "quality": QualityError("the drop is 3.1 %"),
         "key": KeyError("layers.0"),
         "memory": MemoryError(),
-        "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore lines"),
         "allocator": RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
         "full": OSError(errno.ENOSPC, "No space left on device", "/out/[x]/model.safetensors"),
         "secret": ValueError(f"401 for token {SECRET}"),
         "interrupt": KeyboardInterrupt(),
     }
+    if src == "cuda":
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore lines")
     if src in failures:
         raise failures[src]
     if as_json:
