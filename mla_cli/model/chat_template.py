@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,8 @@ from mla_cli.errors import InputError
 
 SECONDS = 5.0  # a template of real models takes milliseconds
 MAX_CHARACTERS = 8_000_000  # some million tokens: more than any context
-_LONG_NUMBER = re.compile(r"\d{7}")  # as a field's width in a format
+MAX_PRODUCT = 1_000_000_000
+_WIDE_FORMAT = re.compile(r"\d{7}|:[^}]*\{|%[^a-zA-Z%]*\*")  # a field's width of many digits, or taken from an argument
 
 
 class _RefusedError(BaseException):
@@ -126,28 +127,55 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= 64):
+        if operator == "**" and not (isinstance(right, (int, float)) and _digits(left) * abs(right) <= 10_000):
             raise _RefusedError("it raises to a large power")
-        if operator == "%" and isinstance(left, str) and _LONG_NUMBER.search(left):
-            raise _RefusedError("it formats to an excessive width")
+        if operator == "%":
+            _check_format(left)
         for value, times in ((left, right), (right, left)):
             if isinstance(value, (str, list, tuple)) and isinstance(times, int) and len(value) * times > MAX_CHARACTERS:
                 raise _RefusedError("it repeats a value too often")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(function, "__self__", None)
-        widths = [value for value in (*args, *kwargs.values()) if isinstance(value, int)]
-        too_wide = any(width > MAX_CHARACTERS for width in widths)
-        if isinstance(owner, str) and (too_wide or (_LONG_NUMBER.search(owner) and args)):
-            raise _RefusedError("it formats to an excessive width")
+        # str.format comes wrapped by the sandbox.
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        if isinstance(owner, str):
+            if getattr(function, "__name__", "") in ("format", "format_map"):
+                _check_format(owner)
+            _check_sizes(owner, *args, *kwargs.values())
         return super().call(context, function, *args, **kwargs)
 
 
-def _center(value: str, width: int = 80) -> str:
-    if width > MAX_CHARACTERS:
+def _digits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 64
+
+
+def _check_format(text: Any) -> None:
+    if isinstance(text, str) and _WIDE_FORMAT.search(text):
         raise _RefusedError("it formats to an excessive width")
-    return str(value).center(width)
+
+
+def _check_sizes(*values: Any) -> None:
+    """Refuse arguments whose result could be huge: a width, or what is replaced or joined times what it is put in."""
+    lengths = sorted(len(value) for value in values if isinstance(value, (str, list, tuple)))
+    if any(isinstance(value, int) and value > MAX_CHARACTERS for value in values):
+        raise _RefusedError("it asks for an excessive width")
+    if len(lengths) > 1 and lengths[-1] * lengths[-2] > MAX_PRODUCT:
+        raise _RefusedError("it builds up too long a value")
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_sizes(*args, *kwargs.values())
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    _check_format(value)
+    return str(value) % (kwargs or args)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -178,8 +206,9 @@ def _compiled(template: str) -> jinja2.Template:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
+    environment.filters.update({name: _guarded(function) for name, function in environment.filters.items()})
     environment.filters["tojson"] = _tojson
-    environment.filters["center"] = _center
+    environment.filters["format"] = _format
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace

@@ -49,13 +49,17 @@ class Tokenizer:
         Raises:
             InputError: the text cannot be UTF-8.
         """
-        return self._one_bos(self._backend.encode(_checked(text), add_special_tokens=special).ids)
+        ids: list[int] = self._backend.encode(_checked(text), add_special_tokens=special).ids
+        return ids[1:] if special and self._writes_bos(text, ids) else ids
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """`encode` of each text, in parallel."""
         checked = [_checked(text) for text in texts]
-        encodings = self._backend.encode_batch(checked, add_special_tokens=special)
-        return [self._one_bos(encoding.ids) for encoding in encodings]
+        encodings = [encoding.ids for encoding in self._backend.encode_batch(checked, add_special_tokens=special)]
+        return [
+            ids[1:] if special and self._writes_bos(text, ids) else ids
+            for text, ids in zip(checked, encodings, strict=True)
+        ]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids; ids that the vocabulary does not hold give nothing."""
@@ -102,12 +106,10 @@ class Tokenizer:
             hold_all=self.cleans_up,
         )
 
-    def _one_bos(self, ids: list[int]) -> list[int]:
-        # A prompt that already starts with the BOS text would get a second one.
-        if self.adds_bos:
-            while len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
-                ids = ids[1:]
-        return ids
+    def _writes_bos(self, text: str, ids: list[int]) -> bool:
+        """Whether the text itself starts with BOS, so that there are two now."""
+        written = text.lstrip().startswith(self.special_tokens.get("bos_token", "\0"))
+        return self.adds_bos and written and ids[:2] == [self.bos_id, self.bos_id]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -87,7 +87,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     _add_missing(backend, folder, settings, named)
     special = {name: token.content for name, token in named.items()}
     if not complete:
-        _set_ends(backend, settings, special, llama=kind == "LlamaTokenizer")
+        _set_ends(backend, settings, special)
     return TokenizerFiles(backend, special, settings, (model, generation))
 
 
@@ -208,13 +208,13 @@ def _added_token(value: Any, where: Path, *, special: bool = False) -> AddedToke
     return AddedToken(value["content"], **options)
 
 
-def _set_ends(backend: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], *, llama: bool) -> None:
-    def end(name: str, default: bool) -> tuple[str, int] | None:
-        wanted = settings.get(f"add_{name}_token")
+def _set_ends(backend: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    # Only without a tokenizer.json, which holds this itself: so does transformers 5.
+    def end(name: str) -> tuple[str, int] | None:
         token = special.get(f"{name}_token")
         i = None if token is None else backend.token_to_id(token)
-        return (token, i) if (default if wanted is None else wanted) and token is not None and i is not None else None
+        return (token, i) if settings.get(f"add_{name}_token") and token is not None and i is not None else None
 
-    bos, eos = end("bos", llama), end("eos", False)
+    bos, eos = end("bos"), end("eos")
     if bos or eos:
         add_ends(backend, bos, eos)
