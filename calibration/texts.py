@@ -34,8 +34,8 @@ class Tokenizer(Protocol):
     def bos_id(self) -> int | None: ...
     @property
     def adds_bos(self) -> bool: ...
-    def encode(self, text: str, special: bool = True) -> list[int]: ...
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,8 @@ def _from_records(
             ids = tokenizer.encode(content[: 2 * BYTES_PER_TOKEN * seq_len], special=True)
             yield _sequence(ids, tokenizer, seq_len)
         else:
-            yield _sequence(tokenizer.encode_chat(content), tokenizer, seq_len)
+            # A conversation is read as it is: no turn is opened after its last one.
+            yield _sequence(tokenizer.encode_chat(content, add_generation_prompt=False), tokenizer, seq_len)
 
 
 def _windows(documents: list[str], tokenizer: Tokenizer, seq_len: int, rng: Random) -> Iterator[list[int] | None]:

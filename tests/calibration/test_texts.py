@@ -29,12 +29,13 @@ class ByteTokenizer:
         self.adds_bos = adds_bos
         self.calls = 0
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         self.calls += 1
         ids = [token for part in text.split("<s>") for token in [BOS, *(byte + 10 for byte in part.encode())]][1:]
         return [BOS, *ids] if special and self.adds_bos else ids
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        assert not add_generation_prompt
         return self.encode("<s>" + "".join(f"[{m['role']}]{m['content']}" for m in messages))
 
 
