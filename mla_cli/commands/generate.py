@@ -27,7 +27,7 @@ _DEFAULTS = SamplingParams()
 def generate(
     ckpt: options.Checkpoint,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="Text to continue; - reads it from stdin.")
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
     ] = None,
     prompts: Annotated[
         Path | None,

@@ -137,6 +137,11 @@ def _entry(raw: bytes) -> dict[str, Any]:
     if "prompt" in entry and not isinstance(entry["prompt"], str):
         raise InputError("'prompt' is not a text")
     messages = entry.get("messages")
-    if "messages" in entry and not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+    if "messages" in entry and not (isinstance(messages, list) and all(_is_message(message) for message in messages)):
         raise InputError("'messages' is not a list of objects with 'role' and 'content'")
     return entry
+
+
+def _is_message(message: Any) -> bool:
+    said = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
+    return said and isinstance(message.get("role"), str)
