@@ -1,0 +1,228 @@
+"""An evaluation from names to report: tasks, models one after the other on the same items, paired statistics."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from mla_cli.checkpoint.load import ModelSource, open_model
+from mla_cli.console import note, progress, warn
+from mla_cli.errors import InputError, UsageError
+from mla_cli.evaluation.fidelity import WINDOW, kl_divergence, perplexity, windows
+from mla_cli.evaluation.report import Report, compare_tasks
+from mla_cli.evaluation.results import Measured, TaskResult
+from mla_cli.evaluation.statistics import Items, value
+from mla_cli.evaluation.subject import Subject, check_kv_dtype, load_subject
+from mla_cli.evaluation.tasks import DIVERGENCE, PERPLEXITY, TaskPlan, load_tasks, plan_tasks
+
+# Below `--data DIR`: what perplexity is measured on unless a text is given.
+DATA_TEXT = "text/wikitext2-test.txt"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every model is measured on: the harness's tasks and a text, with how many items of each."""
+
+    plan: TaskPlan
+    tasks: dict[str, Any] | None
+    text: str | None
+    limit: int | None
+    batch_size: int | None
+
+
+def evaluate(
+    checkpoint: str,
+    names: Sequence[str],
+    *,
+    baseline: str | None = None,
+    data: Path | None = None,
+    text: Path | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    max_drop: float = 2.3,
+    kv_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Report:
+    """Measure a checkpoint, and a baseline on the same items where one is given.
+
+    Args:
+        names: tasks: `ppl`, `kl`, or any of lm-evaluation-harness. data: folder with the built-in tasks' files.
+        text: what `ppl` and `kl` read. limit: items (windows of text) of each task; None: all.
+        batch_size: sequences of a forward pass; None: as many as suit the device.
+        max_drop: percent that a metric may be worse than the baseline's.
+
+    Raises:
+        MlaError: a name, a file or a model cannot be used, or a model's output is not finite.
+    """
+    started = perf_counter()
+    device = torch.device(device)
+    plan = plan_tasks(names, data)
+    if DIVERGENCE in plan.own and baseline is None:
+        raise UsageError("KL divergence needs a model to compare with", where="--tasks kl", fix="add --baseline SRC")
+    words, text_name = read_text(text, data) if plan.own else (None, None)
+    source = open_model(checkpoint)
+    other = None if baseline is None else open_model(baseline)
+    check_kv_dtype(source, kv_dtype)
+    with _loaded(plan) as tasks:
+        work = _Work(plan, tasks, words, limit, batch_size)
+        ours: Subject | None = _load(source, device, dtype, kv_dtype)
+        assert ours is not None
+        facts, theirs_facts = ours.facts, None
+        results, theirs = _measure(ours, work), {}
+        if DIVERGENCE not in plan.own:
+            ours = None  # never two models in memory where one will do
+        if other is not None:
+            reference = _load(other, device, dtype, "auto")
+            theirs_facts = reference.facts
+            theirs = _measure(reference, work)
+            _check_same_text(results, theirs)
+            if ours is not None:
+                results[DIVERGENCE] = _divergence(reference, ours, work)
+    order = {name: place for place, name in enumerate(names)}
+    labelled = {plan.labels.get(task, task): result for task, result in results.items()}
+    labelled = dict(sorted(labelled.items(), key=lambda item: order.get(item[0], len(order))))
+    theirs = {plan.labels.get(task, task): result for task, result in theirs.items()}
+    return Report(
+        tasks=compare_tasks(labelled, theirs, max_drop=max_drop, seed=seed),
+        samples={task: result.count for task, result in labelled.items() if result.count},
+        seconds=perf_counter() - started,
+        compared=other is not None,
+        facts={
+            "checkpoint": facts,
+            "baseline": theirs_facts,
+            "cache_bytes_per_token": {
+                "checkpoint": facts["cache_bytes_per_token"],
+                "baseline": theirs_facts and theirs_facts["cache_bytes_per_token"],
+            },
+            "variants": plan.variants,
+            "text": text_name,
+            "window": WINDOW,
+            "limit": limit,
+            "batch_size": batch_size or "auto",
+            "max_drop": max_drop,
+            "device": str(device),
+            "seed": seed,
+            "versions": versions(),
+        },
+    )
+
+
+def read_text(text: Path | None, data: Path | None) -> tuple[str, str]:
+    """The text for `ppl` and `kl`, and what to call it.
+
+    Raises:
+        InputError: the file is not UTF-8 text.
+    """
+    file = text if text is not None else data / DATA_TEXT if data is not None and (data / DATA_TEXT).is_file() else None
+    if file is None:
+        from mla_cli.calibration.texts import builtin_english
+
+        return builtin_english(), "built-in English"
+    try:
+        return file.read_text(encoding="utf-8"), file.name
+    except (OSError, ValueError) as error:
+        raise InputError("the text is not readable UTF-8", where=file, fix="check --text") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that a number can depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("mla-cli", "torch", "tokenizers", "lm_eval", "datasets"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@contextmanager
+def _loaded(plan: TaskPlan) -> Iterator[dict[str, Any] | None]:
+    """The harness's tasks, whose data is cached only as long as it is read."""
+    if not plan.harness:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="mla-eval-", ignore_cleanup_errors=True) as folder:
+        yield load_tasks(plan, Path(folder))
+
+
+def _load(model: ModelSource, device: torch.device, dtype: torch.dtype | None, kv_dtype: str) -> Subject:
+    for remark in model.notes:
+        note(remark)
+    note(f"evaluating {model.source.name}")
+    return load_subject(model, device=device, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def _measure(subject: Subject, work: _Work) -> dict[str, TaskResult]:
+    results: dict[str, TaskResult] = {}
+    if work.tasks is not None:
+        from mla_cli.evaluation.harness import HarnessModel
+        from mla_cli.evaluation.harness_tasks import run_tasks
+
+        model = HarnessModel(
+            subject.decoder, subject.tokenizer, batch_size=work.batch_size, quantizers=subject.quantizers
+        )
+        results.update(run_tasks(model, work.tasks, limit=work.limit))
+        _ungate_parts(results, work)
+    if PERPLEXITY in work.plan.own:
+        parts = _windows(subject, work)
+        found = perplexity(subject.decoder, parts, batch_size=work.batch_size, quantizers=subject.quantizers)
+        losses = list(progress(found, "perplexity", total=len(parts), unit="window"))
+        items = Items.of([loss.nll for loss in losses], [loss.tokens for loss in losses], "exp")
+        items = replace(items, identity=hash(tuple(parts)))
+        results[PERPLEXITY] = TaskResult({PERPLEXITY: Measured(value(items), items, False)}, len(losses))
+    return results
+
+
+def _check_same_text(ours: Mapping[str, TaskResult], theirs: Mapping[str, TaskResult]) -> None:
+    read = [results[PERPLEXITY].metrics[PERPLEXITY].items for results in (ours, theirs) if PERPLEXITY in results]
+    if len({items.identity for items in read if items is not None}) > 1:
+        warn("the two models split the text into different tokens: their perplexities, per token, do not compare")
+
+
+def _ungate_parts(results: dict[str, TaskResult], work: _Work) -> None:
+    """Where a group of tasks was asked for and has a score of its own, that alone is held against the gate."""
+    for name in work.plan.other:
+        group = work.tasks["groups"].get(name) if work.tasks else None
+        if group is None or name not in results:
+            continue
+        inside = {task.task_name for task in group.get_all_tasks()} | {part.name for part in group.get_all_groups()}
+        for part in inside - set(work.plan.harness):
+            if part in results:
+                metrics = {metric: replace(m, gated=False) for metric, m in results[part].metrics.items()}
+                results[part] = TaskResult(metrics, results[part].count)
+
+
+def _divergence(reference: Subject, ours: Subject, work: _Work) -> TaskResult:
+    parts = _windows(reference, work)
+    if parts != _windows(ours, work):
+        raise InputError(
+            "KL divergence needs one tokenizer; the two models split the text differently",
+            fix="compare with the model that the checkpoint was converted from",
+        )
+    running = kl_divergence(reference.decoder, ours.decoder, parts, quantizers=ours.quantizers)
+    found = list(progress(running, "divergence", total=len(parts), unit="window"))
+    positions = [window.positions for window in found]
+    kl = Items.of([window.divergence for window in found], positions)
+    agreement = Items.of([window.agreed for window in found], positions)
+    metrics = {
+        "kl": Measured(value(kl), kl, False, gated=False),
+        "top_token_agreement": Measured(value(agreement), agreement, True, gated=False),
+    }
+    return TaskResult(metrics, len(found))
+
+
+def _windows(subject: Subject, work: _Work) -> list[tuple[int, ...]]:
+    assert work.text is not None
+    tokens = subject.tokenizer.encode(work.text)
+    return windows(tokens, max_length=subject.decoder.spec.max_position_embeddings, limit=work.limit)

@@ -1,0 +1,74 @@
+"""A model under evaluation: decoder, tokenizer and how its cache is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_cli.checkpoint.load import ModelSource, load_decoder
+from mla_cli.errors import UsageError
+from mla_cli.evaluation.scoring import Quantizers
+from mla_cli.kernels.quantized import normalize_dtype
+from mla_cli.model.decoder import Decoder
+from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the measures need of a model. `name`: as the user wrote it."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Tokenizer
+    quantizers: Quantizers | None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How the model was run, for the report."""
+        kinds = {None if quantizer is None else quantizer.dtype for quantizer in self.quantizers or (None,)}
+        dtype = str(self.decoder.dtype).removeprefix("torch.")
+        return {
+            "name": self.name,
+            "dtype": dtype,
+            "kv_dtype": "+".join(sorted(kind or dtype for kind in kinds)),
+            "cache_bytes_per_token": self.decoder.make_cache(1, 1, self.quantizers).bytes_per_token(),
+            "max_length": self.decoder.spec.max_position_embeddings,
+            "adds_bos": self.tokenizer.adds_bos,
+            "bos_token_id": self.tokenizer.bos_id,
+        }
+
+
+def check_kv_dtype(model: ModelSource, kv_dtype: str) -> None:
+    """Refuse a quantised cache for a model that caches keys and values.
+
+    Raises:
+        UsageError: only latents can be quantised.
+    """
+    if normalize_dtype(kv_dtype) in ("int8", "fp8") and not model.spec.is_latent:
+        raise UsageError(
+            f"only latents can be cached as {kv_dtype}; this {model.spec.model_type} model caches keys and values",
+            where=f"--kv-dtype {kv_dtype}",
+            fix="convert it first (`mla convert`), or use --kv-dtype auto",
+        )
+
+
+def load_subject(
+    model: ModelSource, *, device: torch.device, dtype: torch.dtype | None = None, kv_dtype: str = "auto"
+) -> Subject:
+    """Load a model to evaluate it.
+
+    Args:
+        dtype: of the weights in memory; None: float32 on a CPU, as stored on a GPU.
+        kv_dtype: how latents are cached; `auto`: as calibrated.
+    """
+    check_kv_dtype(model, kv_dtype)
+    quantizers: Quantizers | None = None
+    if model.spec.is_latent:
+        from mla_cli.checkpoint.kv_cache import quantizers_for
+
+        quantizers = quantizers_for(model.source.config, model.spec, normalize_dtype(kv_dtype))
+    chosen = dtype or (torch.float32 if device.type == "cpu" else model.stored_dtype)
+    decoder = load_decoder(model, dtype=chosen, device=device)
+    return Subject(model.source.name, decoder, load_tokenizer(model.source.folder), quantizers)
