@@ -18,7 +18,9 @@ def sample_texts(decoder: Decoder, tokenizer: Tokenizer, *, samples: int, seq_le
     LLM-QAT, arXiv 2305.17888). Each sequence depends on the seed and its index only.
     """
     special = set(getattr(tokenizer, "eos_ids", ())) | {tokenizer.bos_id}
-    ordinary = [i for i in range(min(decoder.spec.vocab_size, getattr(tokenizer, "vocab_size", 1 << 30))) if i not in special]
+    ordinary = [
+        i for i in range(min(decoder.spec.vocab_size, getattr(tokenizer, "vocab_size", 1 << 30))) if i not in special
+    ]
     length = min(seq_len, decoder.spec.max_position_embeddings)
     written: list[torch.Tensor] = []
     steps = iter(progress(range(length * ((samples + BATCH - 1) // BATCH)), "writing calibration text", unit="step"))

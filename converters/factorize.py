@@ -92,10 +92,14 @@ def factorize(
     """
     s = weights.spec
     wide, hidden = s.kv_lora_rank, weights.down.shape[1]
+    if rank == wide:  # nothing to drop: rather exact to the last bit than ordered by importance
+        return weights, Spectrum(torch.zeros(wide, dtype=torch.float64))
     cov, mean = covariance(input_moment)
     a, rope = weights.down[:wide], weights.down[wide:]
     c_root, c_inverse = moment_root(cov) if weigh_input else (torch.eye(hidden, dtype=a.dtype),) * 2
-    f_root, f_inverse = moment_root(output_moment) if output_moment is not None else (torch.eye(wide, dtype=a.dtype),) * 2
+    f_root, f_inverse = (
+        moment_root(output_moment) if output_moment is not None else (torch.eye(wide, dtype=a.dtype),) * 2
+    )
 
     left, singular, right = torch.linalg.svd(f_root @ a @ c_root, full_matrices=False)
     kept = min(rank, singular.numel())

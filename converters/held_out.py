@@ -31,8 +31,7 @@ class Loss:
 
 
 def measure(
-    frame: Decoder,
-    stages: Mapping[str, LayerAt],
+    stages: Mapping[str, tuple[Decoder, LayerAt]],
     sequences: Tensor,
     lengths: Tensor,
     batches: Batches,
@@ -41,17 +40,20 @@ def measure(
 ) -> dict[str, Loss]:
     """Losses of several stages of one model on the same sequences; the first stage is the source.
 
-    All stages advance together, layer by layer, so that one layer of each is in memory.
+    A stage is its frame (embedding, norm, head) and what gives its layers. All stages advance together, layer by layer,
+    so that one layer of each is in memory.
     """
-    sums = {name: [0.0, 0.0, 0] for name in stages}
+    sums: dict[str, list[float]] = {name: [0.0, 0.0, 0.0] for name in stages}
     for chosen in batches.rounds(sequences.shape[0]):
         tokens, counts = sequences[chosen], lengths[chosen]
-        tokens = tokens[:, : int(counts.max())].to(frame.device)
+        frames = {name: frame for name, (frame, _) in stages.items()}
+        first = next(iter(frames.values()))
+        tokens = tokens[:, : int(counts.max())].to(first.device)
         with torch.no_grad():
-            start = frame.embed(tokens, begin_step(frame.spec, tokens.shape, frame.device).positions)
-            hidden = {name: start.clone() for name in stages}
-            for index in range(frame.spec.num_layers):
-                for name, layer_at in stages.items():
+            positions = begin_step(first.spec, tokens.shape, first.device).positions
+            hidden = {name: frame.embed(tokens, positions) for name, frame in frames.items()}
+            for index in range(first.spec.num_layers):
+                for name, (frame, layer_at) in stages.items():
                     layer = layer_at(index)
                     for i in range(0, tokens.shape[0], batches.sequences_per_micro):
                         m = slice(i, i + batches.sequences_per_micro)
@@ -59,18 +61,24 @@ def measure(
                         hidden[name][m] = layer(hidden[name][m], step)
                 tick()
             for row in range(tokens.shape[0]):
-                _score(frame, hidden, tokens[row], int(counts[row]), row, sums)
-    return {name: Loss(nll / max(1, n), kl / max(1, n), n) for name, (nll, kl, n) in sums.items()}
+                _score(frames, hidden, tokens[row], int(counts[row]), row, sums)
+    return {name: Loss(nll / max(1, n), kl / max(1, n), int(n)) for name, (nll, kl, n) in sums.items()}
 
 
 def _score(
-    frame: Decoder, hidden: dict[str, Tensor], tokens: Tensor, count: int, row: int, sums: dict[str, list[float | int]]
+    frames: dict[str, Decoder],
+    hidden: dict[str, Tensor],
+    tokens: Tensor,
+    count: int,
+    row: int,
+    sums: dict[str, list[float]],
 ) -> None:
     for begin in range(0, count - 1, SCORED_AT_ONCE):
         end = min(begin + SCORED_AT_ONCE, count - 1)
         labels = tokens[begin + 1 : end + 1]
         source: Tensor | None = None
         for name, states in hidden.items():
+            frame = frames[name]
             scores = F.log_softmax(frame.logits(frame.norm(states[row, begin:end])).float(), dim=-1)
             source = scores if source is None else source
             sums[name][0] += float(F.nll_loss(scores, labels, reduction="sum"))

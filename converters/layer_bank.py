@@ -13,7 +13,9 @@ from mla_cli.model.attention import StandardAttention
 from mla_cli.model.decoder import Decoder, DecoderLayer
 from mla_cli.model.latent_weights import LatentWeights
 
-KEEP_BYTES = 1 << 30  # a model whose layers fit in this (float32) is kept in memory; a larger one is read layer by layer
+KEEP_BYTES = (
+    1 << 30
+)  # a model whose layers fit in this (float32) is kept in memory; a larger one is read layer by layer
 
 
 class LayerBank:

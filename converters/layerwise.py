@@ -32,7 +32,9 @@ class Batches:
     sequences_per_micro: int
 
     @staticmethod
-    def fit(sequence_length: int, hidden: int, layers: int, *, memory: int = 1 << 30, micro_tokens: int = 4096) -> Batches:
+    def fit(
+        sequence_length: int, hidden: int, layers: int, *, memory: int = 1 << 30, micro_tokens: int = 4096
+    ) -> Batches:
         """The largest round whose hidden states between layers (float32) stay within `memory` bytes."""
         per_sequence = sequence_length * hidden * 4 * (layers + 1)
         micro = max(1, micro_tokens // sequence_length)

@@ -81,7 +81,9 @@ def choose_form(spec: DecoderSpec, wanted: Literal["auto", "deepseek", "native"]
     if wanted == "deepseek":
         if obstacle:
             raise UsageError(
-                f"the stock DeepSeek form cannot express {obstacle}", where="--format deepseek", fix="use --format native"
+                f"the stock DeepSeek form cannot express {obstacle}",
+                where="--format deepseek",
+                fix="use --format native",
             )
         return "deepseek", "asked for"
     if obstacle:

@@ -75,6 +75,10 @@ def split_rotary(
     for j, count in wanted.items():
         weight = group_energy[:, j].sqrt().to(keys.dtype)  # [G]
         weight = weight / weight.abs().mean()
+        if count == groups:  # every head keeps its own key: rather exact to the last bit than mixed
+            components[j] = [(torch.eye(groups, dtype=keys.dtype)[g], keys[g, j].clone()) for g in range(groups)]
+            remainder[:, j] = 0
+            continue
         weighted = weight[:, None] * keys[:, j]  # [G, D+1]
         covariance = weighted @ input_moment.to(keys.dtype) @ weighted.conj().T  # [G, G]
         if mixing == "real":
@@ -101,7 +105,9 @@ def split_rotary(
     q = torch.cat((q_nope, torch.stack(rope_queries, dim=1)), dim=1) if rope_queries else q_nope
 
     width = groups * d
-    eye = torch.eye(width, dtype=torch.float64).view(groups, d, width).repeat_interleave(per_group, dim=0)  # [H, d, G*d]
+    eye = (
+        torch.eye(width, dtype=torch.float64).view(groups, d, width).repeat_interleave(per_group, dim=0)
+    )  # [H, d, G*d]
     nothing = torch.zeros_like(eye)
     spec = LatentAttentionSpec(
         num_heads=s.num_heads,
@@ -131,7 +137,9 @@ def split_rotary(
     ).with_needed_biases()
 
 
-def split_error(attention: StandardAttention, split: LatentWeights, input_moment: Tensor, query_energy: Tensor) -> float:
+def split_error(
+    attention: StandardAttention, split: LatentWeights, input_moment: Tensor, query_energy: Tensor
+) -> float:
     """Share of the rotary keys' energy, weighted by query energy, that stays in the remainder (0: nothing is lost)."""
     s = attention.spec
     if s.rotary is None:

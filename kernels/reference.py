@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def visible_keys(
-    positions: Tensor, keys: int, window: int | None, lengths: Tensor | None = None
-) -> Tensor:
+def visible_keys(positions: Tensor, keys: int, window: int | None, lengths: Tensor | None = None) -> Tensor:
     """Which key each query may read: `[B, T, S]` bool. Key `j` holds position `j`; a query sees itself and what is before.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mla_cli import __version__, console
+from mla_cli.commands.convert import convert
 from mla_cli.commands.options import Debug, GroupedCommand
 from mla_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, MlaError
 
@@ -34,7 +35,7 @@ class Command:
 
 
 # In the order of `mla --help`. A command's file imports nothing heavy at its top: listing it here costs milliseconds.
-COMMANDS: tuple[Command, ...] = ()
+COMMANDS: tuple[Command, ...] = (Command("convert", convert),)
 
 
 def build_app(commands: Sequence[Command] = COMMANDS) -> typer.Typer:

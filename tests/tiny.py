@@ -53,3 +53,36 @@ def save_tiny(folder: Path, family: str = "llama", *, dtype: torch.dtype = torch
 def random_tokens(batch: int, length: int, *, vocab: int = 64, seed: int = 1) -> torch.Tensor:
     """`[B, T]` random token ids."""
     return torch.randint(3, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of 64 single characters beside a tiny model, readable by ours and by transformers."""
+    import json
+    import string
+
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = [*string.ascii_lowercase, *string.ascii_uppercase[:20], *" .,!?'\n0123456789"]
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *letters][:64])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".|\\n"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def save_text(path: Path, characters: int = 4000, seed: int = 0) -> Path:
+    """Text of the tiny tokenizer's letters, to calibrate on."""
+    import random
+
+    rng = random.Random(seed)
+    path.write_text("".join(rng.choice("abcdefghijklmnopqrstuvwxyz .,\n") for _ in range(characters)))
+    return path

@@ -99,7 +99,9 @@ def stock_tensors(weights: LatentWeights, kv_lora_rank: int, *, query_bias: bool
     """
     s, hidden = weights.spec, weights.q.shape[-1]
     if s.kv_lora_rank != free_rank(kv_lora_rank):
-        raise UsageError(f"{s.kv_lora_rank} latent channels do not fit a latent of {kv_lora_rank} with constant channels")
+        raise UsageError(
+            f"{s.kv_lora_rank} latent channels do not fit a latent of {kv_lora_rank} with constant channels"
+        )
     constants = constant_channels(kv_lora_rank)
     scale = 2.0**LOG2_SCALE
     stock_scale = s.qk_head_dim**-0.5

@@ -113,7 +113,9 @@ def _resolve_tied(source: Source, family: Family, spec: DecoderSpec) -> tuple[De
         source.tensors.read(embedding), source.tensors.read("lm_head.weight")
     ):
         return spec, []
-    said = "config.json ties the output head to the embedding, but the file's lm_head.weight differs: using lm_head.weight"
+    said = (
+        "config.json ties the output head to the embedding, but the file's lm_head.weight differs: using lm_head.weight"
+    )
     return replace(spec, tied=False), [said]
 
 
@@ -122,7 +124,9 @@ def open_model(text: str, *, offline: bool = False) -> ModelSource:
     return resolve(open_source(text, offline=offline))
 
 
-def _fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, device: str | torch.device) -> None:
+def _fill(
+    module: nn.Module, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, device: str | torch.device
+) -> None:
     state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()

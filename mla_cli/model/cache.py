@@ -50,7 +50,9 @@ class Cache:
     ) -> None:
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.host_lengths = torch.zeros(batch, dtype=torch.int64)  # the same on the host: a step never waits for the device
+        self.host_lengths = torch.zeros(
+            batch, dtype=torch.int64
+        )  # the same on the host: a step never waits for the device
         self._room = min(GROWTH, capacity)
         self.layers: list[LayerCache] = []
         for index, attention in enumerate(spec.attention):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_cli.errors import InputError
+from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
@@ -135,11 +136,15 @@ class Decoder(nn.Module):
         weight = self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
         return F.linear(hidden, weight)
 
-    def make_cache(self, batch: int, capacity: int, quantizers: tuple | None = None, dtype: torch.dtype | None = None) -> Cache:  # type: ignore[type-arg]
+    def make_cache(
+        self,
+        batch: int,
+        capacity: int,
+        quantizers: tuple[LatentQuantizer | None, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Cache:
         """An empty cache for this decoder (see `Cache`)."""
-        return Cache(
-            self.spec, batch, capacity, dtype=dtype or self.dtype, device=self.device, quantizers=quantizers
-        )
+        return Cache(self.spec, batch, capacity, dtype=dtype or self.dtype, device=self.device, quantizers=quantizers)
 
 
 def begin_step(

@@ -77,7 +77,9 @@ class LatentWeights:
         )
         return replace(self, spec=spec)
 
-    def module(self, layer: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LatentAttention:
+    def module(
+        self, layer: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> LatentAttention:
         """An attention module with these weights, frozen."""
         with torch.device("meta"):
             module = LatentAttention(self.spec, self.q.shape[-1], layer)

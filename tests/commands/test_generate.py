@@ -16,7 +16,7 @@ import pytest
 
 from mla_cli.app import Command, main
 from mla_cli.commands.generate import generate
-from tests.runtime.stand_ins import CHAT_TEMPLATE, save_tiny_with_tokenizer
+from tests.runtime.stand_ins import CHAT_TEMPLATE, save_tiny_deepseek, save_tiny_with_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = (
@@ -330,3 +330,24 @@ def test_nothing_heavy_is_imported_for_the_help() -> None:
     heavy = "{'torch', 'numpy', 'tokenizers', 'jinja2'}"
     code = f"import sys; import mla_cli.commands.generate; print({heavy} & set(sys.modules) or 'none')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True).stdout == b"none\n"
+
+
+def test_a_terminal_gets_a_closing_newline(mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mla("hello", "--quiet", "--max-new-tokens", "6")[1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert mla("hello", "--quiet", "--max-new-tokens", "6")[1] == expected + "\n"
+
+
+def test_a_latent_checkpoint_with_every_cache_type(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mla_cli.checkpoint.kv_cache")
+    save_tiny_deepseek(tmp_path)
+    sizes, texts = {}, {}
+    for kind in ("auto", "bf16", "int8", "fp8", "fp8_e4m3"):
+        arguments = ["generate", str(tmp_path), "hello", "--json", "--kv-dtype", kind, "--max-new-tokens", "8"]
+        assert main(arguments, commands=(Command("generate", generate),)) == 0
+        value = json.loads(capfd.readouterr().out)
+        sizes[kind], texts[kind] = value["statistics"]["cache_bytes_per_token"], value["text"]
+    assert sizes == {"auto": 2 * 4 * 20, "bf16": 2 * 2 * 20, "int8": 2 * 28, "fp8": 2 * 28, "fp8_e4m3": 2 * 28}
+    assert texts["fp8"] == texts["fp8_e4m3"]

@@ -27,6 +27,7 @@ from tests.runtime.stand_ins import (
     ScriptedDecoder,
     byte_ids,
     save_byte_tokenizer,
+    save_tiny_deepseek,
     save_tiny_with_tokenizer,
     script,
 )
@@ -84,6 +85,19 @@ def test_greedy_equals_transformers_alone_and_in_a_ragged_batch(model: tuple[Any
         found = answers(Generator(decoder, tokenizer, max_batch=max_batch), requests)
         assert [list(a.token_ids) for a in found] == expected
         assert [a.index for a in found] == list(range(len(requests)))
+
+
+def test_latent_greedy_equals_transformers(tmp_path: Path) -> None:
+    from mla_cli.model.tokenizer import load_tokenizer
+
+    reference = save_tiny_deepseek(tmp_path)
+    decoder, tokenizer = load_decoder(open_model(str(tmp_path))), load_tokenizer(tmp_path)
+    requests = [Request(prompt, SamplingParams(max_new_tokens=15 + 5 * i)) for i, prompt in enumerate(PROMPTS)]
+    found = answers(Generator(decoder, tokenizer, max_batch=3), requests)
+    for request, answer in zip(requests, found, strict=True):
+        assert isinstance(request.prompt, str)
+        expected = greedy(reference, tokenizer.encode(request.prompt), request.params.max_new_tokens)
+        assert list(answer.token_ids) == expected
 
 
 def test_long_prompts_are_read_in_chunks(llama: tuple[Any, Decoder, Tokenizer], tmp_path: Path) -> None:

@@ -148,8 +148,15 @@ _ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {  # type -> (needed, allowed
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
     "yarn": (
         {"factor"},
-        {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-         "truncate"},
+        {
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        },
     ),
 }
 
@@ -169,7 +176,8 @@ def rotary(config: Config, dim: int) -> RotarySpec:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_KEYS:
         raise UnsupportedError(
-            f"config.json: rope type {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}", where=f"{where}.rope_type"
+            f"config.json: rope type {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}",
+            where=f"{where}.rope_type",
         )
     needed, allowed = _ROPE_KEYS[kind]
     for key in sorted(needed):
@@ -180,7 +188,9 @@ def rotary(config: Config, dim: int) -> RotarySpec:
         if key not in needed | allowed | common and value is not None:
             raise UnsupportedError(f"config.json: {where} of type '{kind}' has the unknown key '{key}'", where=key)
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedError("config.json: partial rotary embeddings are not supported here", where="partial_rotary_factor")
+        raise UnsupportedError(
+            "config.json: partial rotary embeddings are not supported here", where="partial_rotary_factor"
+        )
     longest = integer(config, "max_position_embeddings", 2048)
     # transformers: dynamic scaling counts from max_position_embeddings, the others from the original context.
     trained = longest if kind == "dynamic" else integer(rope, "original_max_position_embeddings", longest)

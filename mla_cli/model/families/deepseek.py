@@ -117,7 +117,11 @@ def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
         layer = f"model.layers.{i}"
         for name, shape in latent_attention_shapes(attention, hidden).items():
             shapes[f"{layer}.self_attn.{name}"] = shape
-        for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+        for name, shape in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
             shapes[f"{layer}.mlp.{name}.weight"] = shape
             if spec.mlp_bias:
                 shapes[f"{layer}.mlp.{name}.bias"] = shape[:1]

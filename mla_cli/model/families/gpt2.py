@@ -36,7 +36,14 @@ def _spec(config: Config) -> DecoderSpec:
         tied=flag(config, "tie_word_embeddings", True),
         attention=tuple(
             StandardAttentionSpec(
-                heads, heads, head_dim, scale / (i + 1) if by_layer else scale, None, q_bias=True, kv_bias=True, o_bias=True
+                heads,
+                heads,
+                head_dim,
+                scale / (i + 1) if by_layer else scale,
+                None,
+                q_bias=True,
+                kv_bias=True,
+                o_bias=True,
             )
             for i in range(integer(config, "n_layer"))
         ),

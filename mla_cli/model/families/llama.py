@@ -44,9 +44,7 @@ def _spec(config: Config, *, q_kv_bias: bool, o_bias: bool, mlp_bias: bool, wind
         mlp_bias=mlp_bias,
         tied=flag(config, "tie_word_embeddings"),
         attention=tuple(
-            StandardAttentionSpec(
-                heads, kv_heads, head_dim, head_dim**-0.5, rope, q_kv_bias, q_kv_bias, o_bias, window
-            )
+            StandardAttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope, q_kv_bias, q_kv_bias, o_bias, window)
             for window in windows
         ),
     )

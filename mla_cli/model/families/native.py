@@ -53,7 +53,9 @@ def _source(config: Config) -> tuple[Family, DecoderSpec]:
     for family in _SOURCES:
         if source.get("model_type") in family.model_types:
             return family, family.spec({**source, "tie_word_embeddings": flag(config, "tie_word_embeddings")})
-    raise UnsupportedError(f"source_config has unsupported model_type {source.get('model_type')!r}", where="source_config")
+    raise UnsupportedError(
+        f"source_config has unsupported model_type {source.get('model_type')!r}", where="source_config"
+    )
 
 
 def _spec(config: Config) -> DecoderSpec:
@@ -62,9 +64,13 @@ def _spec(config: Config) -> DecoderSpec:
     if not isinstance(mla, dict) or not isinstance(mla.get("layers"), list):
         raise InputError("a native config.json needs 'mla' with a list 'layers'", where="config.json: mla")
     if mla.get("version") != VERSION:
-        raise UnsupportedError(f"native form version {mla.get('version')!r} is not {VERSION}", where="config.json: mla.version")
+        raise UnsupportedError(
+            f"native form version {mla.get('version')!r} is not {VERSION}", where="config.json: mla.version"
+        )
     if len(mla["layers"]) != source.num_layers:
-        raise InputError(f"{len(mla['layers'])} latent layers for {source.num_layers} layers", where="config.json: mla.layers")
+        raise InputError(
+            f"{len(mla['layers'])} latent layers for {source.num_layers} layers", where="config.json: mla.layers"
+        )
     return source.with_attention(
         tuple(_layer(i, entry, source.attention[i]) for i, entry in enumerate(mla["layers"]))  # type: ignore[arg-type]
     )

@@ -1,0 +1,214 @@
+"""The conversion from start to end: source, plan, statistics, rotary split, factorisation, writing, verification, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_cli.calibration.self_texts import sample_texts
+from mla_cli.calibration.texts import CalibrationTexts, load_texts, split_heldout
+from mla_cli.checkpoint.load import ModelSource, load_decoder, open_model
+from mla_cli.checkpoint.writer import check_output, replace_files
+from mla_cli.console import note
+from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics, ticking
+from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.layer_bank import LayerBank
+from mla_cli.converters.layerwise import Batches
+from mla_cli.converters.options import HELD_OUT, PILOT_HELD_OUT, PILOT_SAMPLES, ConvertOptions
+from mla_cli.converters.plan import ConversionPlan, choose_form, make_plan, rope_candidates, standard_layers
+from mla_cli.converters.report import Timings, build_report, model_card
+from mla_cli.converters.statistics import SourceStatistics
+from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
+from mla_cli.errors import InputError, MlaError
+from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
+
+HUB_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
+# Rounding the weights to bfloat16 moves the held-out loss by about 1e-3 nats; a wrong tensor by far more than this.
+VERIFY_NATS = 0.05
+
+
+def plan_conversion(model: ModelSource, options: ConvertOptions) -> list[ConversionPlan]:
+    """The plans worth trying: one, unless the rotary width is to be chosen by measured loss.
+
+    Raises:
+        UsageError: an option is outside its range for this model.
+    """
+    form, reason = choose_form(model.spec, options.format)
+    shape = {"ratio": options.ratio, "kv_lora_rank": options.kv_lora_rank}
+    whole = standard_layers(model.spec)[0]
+    widths = [options.qk_rope_head_dim]
+    if options.qk_rope_head_dim is None:
+        budget = int(whole.cached_per_token / (options.ratio or 4.0)) if options.kv_lora_rank is None else 1 << 30
+        widths = list(rope_candidates(model.spec, form, budget))
+        if options.kv_lora_rank is not None:
+            widths = widths[:1]  # the rank is fixed, so a wider rotary key only adds quality
+        if not widths:
+            widths = [2 if whole.rotary is not None and form == "native" else whole.rotary.dim if whole.rotary else 0]
+    return [make_plan(model.spec, form=form, reason=reason, qk_rope_head_dim=w, **shape) for w in widths]  # type: ignore[arg-type]
+
+
+def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.device, command: str) -> dict[str, Any]:
+    """Convert `source` and write the checkpoint to `out`.
+
+    Returns:
+        The report that `out/mla_report.json` holds.
+
+    Raises:
+        MlaError: anything that stops it; nothing is left at `out` then.
+    """
+    timings = Timings()
+    with _timed(timings, "open"):
+        model = open_model(source)
+        plans = plan_conversion(model, options)
+        check_output(out, options.force, source=model.source.folder)
+        dtype = output_dtype(model.stored_dtype, plans[0].form, options.dtype)
+        notes = [*model.notes]
+        if dtype != model.stored_dtype:
+            notes.append(f"weights are written in {_name(dtype)} (the source has {_name(model.stored_dtype)})")
+    for line in notes:
+        note(line)
+    note(f"writing the {plans[0].form} form: {plans[0].reason}")
+
+    with _timed(timings, "texts"):
+        tokenizer = load_tokenizer(model.source.folder)
+        texts = _texts(model, tokenizer, options, device)
+        fitted, unseen = split_heldout(texts)
+        if not len(unseen.lengths):
+            raise InputError(
+                f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or use --calib self"
+            )
+        unseen = _first(unseen, HELD_OUT)
+    bank = LayerBank(model, device)
+    longest = int(fitted.lengths.max())
+    batches = Batches.fit(longest, model.spec.hidden_size, model.spec.num_layers)
+    with _timed(timings, "source_statistics"):
+        statistics = gather_source_statistics(bank, fitted, batches)
+    with _timed(timings, "rotary_width"):
+        plan = _choose_plan(bank, plans, statistics, fitted, unseen, batches, options)
+    with _timed(timings, "closed_form"):
+        closed = closed_form(
+            bank, plan, statistics, _first(fitted, options.fisher_samples), batches,
+            objective=options.objective, mixing=options.mixing, seed=options.seed,
+        )  # fmt: skip
+    with _timed(timings, "write"):
+        write_checkpoint(
+            model, plan, closed.narrow, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
+        )
+    with _timed(timings, "verify"):
+        held_out = _held_out(bank, closed, unseen, batches, out)
+        verification = _verify(held_out, out)
+    timings.seconds["total"] = sum(timings.seconds.values())
+    report = build_report(
+        source=source,
+        source_sha256=model.source.sha256(),
+        revision=model.source.revision,
+        plan=plan,
+        closed=closed,
+        held_out=held_out,
+        calibration={
+            "origin": texts.origin,
+            "requested": texts.requested,
+            "sequences": len(fitted.lengths),
+            "tokens": fitted.tokens,
+            "fisher_tokens": closed.fisher_tokens,
+            "skipped": texts.skipped,
+        },
+        options={key: value for key, value in asdict(options).items() if key != "force"},
+        notes=notes,
+        dtype=_name(dtype),
+        timings=timings,
+        verification=verification,
+    )
+    replace_files(out, report_files(report, model_card(report, command)))
+    return report
+
+
+def _texts(model: ModelSource, tokenizer: Tokenizer, options: ConvertOptions, device: torch.device) -> CalibrationTexts:
+    wanted = {"samples": options.samples, "seq_len": min(options.seq_len, model.spec.max_position_embeddings)}
+    if options.calib == "auto":
+        try:
+            return load_texts(HUB_TEXT, tokenizer, seed=options.seed, **wanted)
+        except MlaError as problem:
+            note(f"no calibration text from the Hub ({problem.what}); the model writes its own")
+    elif options.calib != "self":
+        return load_texts(options.calib, tokenizer, seed=options.seed, **wanted)
+    decoder = load_decoder(model, device=device)
+    return sample_texts(decoder, tokenizer, seed=options.seed, **wanted)
+
+
+def _choose_plan(
+    bank: LayerBank,
+    plans: list[ConversionPlan],
+    statistics: list[SourceStatistics],
+    fitted: CalibrationTexts,
+    unseen: CalibrationTexts,
+    batches: Batches,
+    options: ConvertOptions,
+) -> ConversionPlan:
+    """The plan with the least held-out divergence from the source after a rough closed form."""
+    if len(plans) == 1:
+        return plans[0]
+    few, probe = _first(fitted, PILOT_SAMPLES), _first(unseen, PILOT_HELD_OUT)
+    losses: list[float] = []
+    for plan in plans:
+        rough = closed_form(
+            bank, plan, statistics, few, batches,
+            objective=options.objective, mixing=options.mixing, seed=options.seed,
+        )  # fmt: skip
+        stages = {
+            "source": (bank.frame, bank.source_layer),
+            "plan": (bank.frame, bank.latent_layers(rough.narrow)),
+        }
+        losses.append(measure(stages, probe.sequences, probe.lengths, batches)["plan"].kl)
+        shape = plan.layers[0]
+        note(f"rotary key of {shape.qk_rope_head_dim} beside a latent of {shape.kv_lora_rank}: KL {losses[-1]:.4f}")
+    return plans[losses.index(min(losses))]
+
+
+def _held_out(
+    bank: LayerBank, closed: ClosedForm, unseen: CalibrationTexts, batches: Batches, out: Path
+) -> dict[str, Loss]:
+    written = LayerBank(open_model(str(out.resolve())), bank.device)
+    stages = {
+        "source": (bank.frame, bank.source_layer),
+        "rope_split": (bank.frame, bank.latent_layers(closed.wide)),
+        "closed_form": (bank.frame, bank.latent_layers(closed.narrow)),
+        "final": (written.frame, written.source_layer),
+    }
+    steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
+    with ticking("checking on held-out text", steps) as tick:
+        return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
+
+
+def _verify(held_out: dict[str, Loss], out: Path) -> dict[str, Any]:
+    """Compare the file on the disk with what was computed in memory."""
+    moved = held_out["final"].nll - held_out["closed_form"].nll
+    if not abs(moved) <= VERIFY_NATS:
+        raise MlaError(
+            f"the written checkpoint's held-out loss is {moved:+.3f} nats off what was computed",
+            where=out,
+            fix="do not use it; the disk may have failed, otherwise report this with mla_report.json",
+        )
+    return {"reloaded": True, "nll_difference": moved}
+
+
+def _first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
+    lengths = texts.lengths[:count]
+    return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _timed(timings: Timings, stage: str) -> Iterator[None]:
+    begun = time.monotonic()
+    yield
+    timings.seconds[stage] = time.monotonic() - begun

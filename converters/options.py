@@ -1,0 +1,40 @@
+"""What a conversion can be asked for, with every default and its reason in this one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mla_cli.converters.factorize import Objective
+from mla_cli.converters.rotary_split import Mixing
+
+# Forward statistics are cheap; 512 sequences of 512 tokens cover a text well.
+SAMPLES = 512
+SEQ_LEN = 512
+# The Fisher information costs four forward passes a token and settles early: more sequences change little.
+FISHER_SAMPLES = 128
+# Held-out sequences for the report: enough that stages differ by more than noise, few enough to cost seconds.
+HELD_OUT = 16
+# For the choice of the rotary width: a rough closed form is enough to tell widths apart.
+PILOT_SAMPLES = 16
+PILOT_HELD_OUT = 8
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `mla convert`, in the terms of its help."""
+
+    ratio: float | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None  # None: chosen by measured loss
+    calib: str = "auto"
+    samples: int = SAMPLES
+    seq_len: int = SEQ_LEN
+    fisher_samples: int = FISHER_SAMPLES
+    objective: Objective = "fisher"
+    mixing: Mixing = "complex"
+    format: Literal["auto", "deepseek", "native"] = "auto"
+    dtype: str = "auto"
+    max_shard_bytes: int = 5 * 10**9
+    force: bool = False
+    seed: int = 0

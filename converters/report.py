@@ -1,0 +1,162 @@
+"""What a conversion did, for machines (`mla_report.json`) and for people (the model card)."""
+
+from __future__ import annotations
+
+import math
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from mla_cli import __version__
+from mla_cli.converters.closed_form import ClosedForm
+from mla_cli.converters.held_out import Loss
+from mla_cli.converters.plan import ConversionPlan
+
+
+@dataclass
+class Timings:
+    """Seconds of each stage, in the order they ran."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def peak_rss_bytes() -> int | None:
+    """Most memory this process has held; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def versions() -> dict[str, str]:
+    """Of everything that could change a number."""
+    found = {"mla": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("safetensors", "tokenizers", "numpy"):
+        found[name] = metadata.version(name)
+    return found
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity: null stands for it."""
+    return value if math.isfinite(value) else None
+
+
+def build_report(
+    *,
+    source: str,
+    source_sha256: str,
+    revision: str | None,
+    plan: ConversionPlan,
+    closed: ClosedForm,
+    held_out: dict[str, Loss],
+    calibration: dict[str, Any],
+    options: dict[str, Any],
+    notes: list[str],
+    dtype: str,
+    timings: Timings,
+    verification: dict[str, Any],
+) -> dict[str, Any]:
+    """The report as a JSON object; the keys of cli.md, and what explains them."""
+    element = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    losses = {name: finite(loss.perplexity) for name, loss in held_out.items()}
+    layers = [
+        {
+            "kv_lora_rank": layer.kv_lora_rank,
+            "fitted_rank": layer.fitted_rank,
+            "qk_rope_head_dim": layer.qk_rope_head_dim,
+            "rope_split_error": closed.split_errors[i],
+            "factorization_error": closed.spectra[i].loss(layer.fitted_rank) / max(closed.spectra[i].loss(0), 1e-300),
+            "healed_error": None,
+        }
+        for i, layer in enumerate(plan.layers)
+    ]
+    return {
+        "source": source,
+        "source_sha256": source_sha256,
+        "source_revision": revision,
+        "format": plan.form,
+        "format_reason": plan.reason,
+        "dtype": dtype,
+        "ratio": plan.ratio,
+        "cache_bytes_per_token": {
+            "source": plan.source_cached_per_token * element,
+            "mla": plan.cached_per_token * element,
+        },
+        "layers": layers,
+        "heldout": {
+            "ppl_source": losses["source"],
+            "ppl_rope_split": losses["rope_split"],
+            "ppl_closed_form": losses["closed_form"],
+            "ppl_final": losses["final"],
+            "kl_final": held_out["final"].kl,
+            "tokens": held_out["source"].tokens,
+        },
+        "verification": verification,
+        "calibration": calibration,
+        "options": options,
+        "notes": notes,
+        "seconds": {name: round(value, 2) for name, value in timings.seconds.items()},
+        "peak_rss_bytes": peak_rss_bytes(),
+        "versions": versions(),
+    }
+
+
+def model_card(report: dict[str, Any], command: str) -> str:
+    """The checkpoint's README: what it is, what it costs, how it was made, how it is run."""
+    held, cache = report["heldout"], report["cache_bytes_per_token"]
+    first = report["layers"][0]
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [mla, multi-head-latent-attention, kv-cache]",
+        "---",
+        f"# {report['source']} with multi-head latent attention",
+        "",
+        f"Converted by `mla` {report['versions']['mla']}. Its cache holds {cache['mla']:,} bytes a token instead of "
+        f"{cache['source']:,} ({report['ratio']:.3g} times fewer): kv_lora_rank {first['kv_lora_rank']}, "
+        f"qk_rope_head_dim {first['qk_rope_head_dim']}.",
+        "",
+        f"| perplexity on {held['tokens']:,} held-out calibration tokens | |",
+        "|---|---|",
+    ]
+    for key, name in (
+        ("ppl_source", "source"),
+        ("ppl_rope_split", "after the rotary split"),
+        ("ppl_closed_form", "after factorisation (closed form)"),
+        ("ppl_final", "this checkpoint, read back from the file"),
+    ):
+        lines.append(f"| {name} | {_number(held[key])} |")
+    lines += [
+        f"| KL(source, this checkpoint), nats a token | {_number(held['kl_final'])} |",
+        "",
+        "Made with:",
+        "",
+        "```",
+        command,
+        "```",
+        "",
+        f"Calibrated on {report['calibration']['sequences']} sequences ({report['calibration']['origin']}). "
+        f"Details in `mla_report.json`.",
+        "",
+        "Run it:",
+        "",
+        "```",
+        'mla generate . "Once upon a time"',
+        "```",
+    ]
+    if report["format"] == "deepseek":
+        lines += [
+            "",
+            "It is an unmodified `deepseek_v3` model to other engines: `AutoModelForCausalLM.from_pretrained(...)` loads it "
+            "without custom code.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "infinite" if value is None else f"{value:.4g}"

@@ -1,0 +1,220 @@
+"""`mla convert`: a standard checkpoint in, a latent-attention checkpoint and its report out."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mla_cli import console
+from mla_cli.commands import options
+from mla_cli.commands.options import BUDGET, METHOD, OUTPUT
+from mla_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from mla_cli.converters.options import ConvertOptions
+    from mla_cli.converters.plan import ConversionPlan
+
+
+def convert(
+    src: options.Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the checkpoint to.")],
+    ratio: Annotated[
+        float | None,
+        typer.Option(
+            "--ratio", metavar="R", help="Cached numbers of the source over ours (default 4).", rich_help_panel=BUDGET
+        ),
+    ] = None,
+    kv_lora_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-lora-rank", metavar="N", help="Width of the latent, instead of --ratio.", rich_help_panel=BUDGET
+        ),
+    ] = None,
+    qk_rope_head_dim: Annotated[
+        int | None,
+        typer.Option(
+            "--qk-rope-head-dim",
+            metavar="N",
+            help="Width of the shared rotary key (default: chosen by measured loss).",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    calib: options.Calib = "auto",
+    samples: options.Samples = options.DEFAULT_SAMPLES,
+    seq_len: options.SeqLen = options.DEFAULT_SEQ_LEN,
+    fisher_samples: Annotated[
+        int,
+        typer.Option(
+            "--fisher-samples",
+            metavar="N",
+            min=1,
+            help="Sequences that the Fisher information is taken over.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = 128,
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            help="What the latent is fitted to: the loss, the activations, or the weights alone.",
+            rich_help_panel=METHOD,
+            **options.one_of("fisher", "activation", "weight"),
+        ),
+    ] = "fisher",
+    rotary_mixing: Annotated[
+        str,
+        typer.Option(
+            "--rotary-mixing",
+            help="How key heads share a rotary key; real is what other converters do, for comparison.",
+            rich_help_panel=METHOD,
+            **options.one_of("complex", "real"),
+        ),
+    ] = "complex",
+    heal: Annotated[
+        str,
+        typer.Option(
+            "--heal",
+            help="Training after the closed form; this version has none.",
+            rich_help_panel=METHOD,
+            **options.one_of("none"),
+        ),
+    ] = "none",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="deepseek runs in other engines unchanged; native says more; auto says which it took.",
+            rich_help_panel=OUTPUT,
+            **options.one_of("auto", "deepseek", "native"),
+        ),
+    ] = "auto",
+    dtype: options.Dtype = "auto",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file.", rich_help_panel=OUTPUT)
+    ] = "5GB",
+    force: options.Force = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and touch nothing.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+    seed: options.Seed = options.DEFAULT_SEED,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Convert a standard (MHA or GQA) checkpoint to multi-head latent attention.
+
+    Examples:
+
+      mla convert smollm2-135m out --ratio 2
+
+      mla convert meta-llama/Llama-3.1-8B out --ratio 4 --calib texts/
+
+      mla convert ./my-model out --kv-lora-rank 512 --qk-rope-head-dim 64 --dry-run
+    """
+    if ratio is not None and kv_lora_rank is not None:
+        raise UsageError("--ratio and --kv-lora-rank say the same thing twice", fix="give one of them")
+    if ratio is not None and not 1 < ratio < float("inf"):
+        raise UsageError(f"a ratio of {ratio} saves nothing", where="--ratio", fix="give a number above 1, e.g. 4")
+
+    options.setup_runtime(threads, seed, quiet, debug)
+    from mla_cli.checkpoint.writer import parse_size
+    from mla_cli.converters.convert import convert as run_conversion
+    from mla_cli.converters.options import ConvertOptions
+
+    chosen = ConvertOptions(
+        ratio=ratio,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        calib=calib,
+        samples=samples,
+        seq_len=seq_len,
+        fisher_samples=fisher_samples,
+        objective=objective,  # type: ignore[arg-type]
+        mixing=rotary_mixing,  # type: ignore[arg-type]
+        format=form,  # type: ignore[arg-type]
+        dtype=dtype,
+        max_shard_bytes=parse_size(max_shard_size),
+        force=force,
+        seed=seed,
+    )
+    if dry_run:
+        _show_plan(src, chosen, json)
+        return
+    command = shlex.join(["mla", *sys.argv[1:]]) if sys.argv[0].endswith("mla") else f"mla convert {src} {out}"
+    report = run_conversion(src, out, chosen, device=options.resolve_device(device), command=command)
+    if json:
+        console.result_json(report)
+    else:
+        console.result(summary(report, out))
+
+
+def _show_plan(src: str, chosen: ConvertOptions, json: bool) -> None:
+    from mla_cli.checkpoint.load import open_model
+    from mla_cli.converters.convert import plan_conversion
+    from mla_cli.converters.estimate import estimate
+
+    model = open_model(src)
+    plans = plan_conversion(model, chosen)
+    cost = estimate(model, chosen, plans)
+    if json:
+        console.result_json({"source": src, "plans": [_plan_json(plan) for plan in plans], "estimate": cost})
+        return
+    plan = plans[0]
+    lines = [f"{src}: {plan.form} form ({plan.reason})"]
+    for p in plans:
+        shapes = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in p.layers}
+        shape = ", ".join(f"kv_lora_rank {rank} + qk_rope_head_dim {rope}" for rank, rope in sorted(shapes))
+        lines.append(
+            f"  {len(p.layers)} layers, {shape}: {p.cached_per_token:,} cached numbers a token instead of "
+            f"{p.source_cached_per_token:,} (ratio {p.ratio:.3g})"
+        )
+    if len(plans) > 1:
+        lines.append("  the conversion measures these and takes the best")
+    lines.append(
+        f"  about {cost['peak_bytes'] / 1e9:.1f} GB of memory, {cost['output_bytes'] / 1e9:.2f} GB of disk, "
+        f"{cost['seconds'] / 60:.0f} min on this machine; nothing was written"
+    )
+    console.result("\n".join(lines))
+
+
+def _plan_json(plan: ConversionPlan) -> dict[str, Any]:
+    return {
+        "format": plan.form,
+        "reason": plan.reason,
+        "ratio": plan.ratio,
+        "cached_per_token": {"source": plan.source_cached_per_token, "mla": plan.cached_per_token},
+        "layers": [
+            {"kv_lora_rank": layer.kv_lora_rank, "qk_rope_head_dim": layer.qk_rope_head_dim} for layer in plan.layers
+        ],
+    }
+
+
+def summary(report: dict[str, Any], out: Path) -> str:
+    """A conversion in a few lines."""
+    held, cache = report["heldout"], report["cache_bytes_per_token"]
+    first = report["layers"][0]
+
+    def over(value: float | None) -> str:
+        if value is None or held["ppl_source"] is None:
+            return "infinite"
+        return f"{value:.4g} ({100 * (value / held['ppl_source'] - 1):+.1f} %)"
+
+    source = "infinite" if held["ppl_source"] is None else f"{held['ppl_source']:.4g}"
+    return "\n".join(
+        [
+            f"{out}: {report['format']} form, kv_lora_rank {first['kv_lora_rank']}, "
+            f"qk_rope_head_dim {first['qk_rope_head_dim']}",
+            f"  cache        {cache['mla']:,} bytes a token instead of {cache['source']:,} (ratio {report['ratio']:.3g})",
+            f"  perplexity   {source} source, {over(held['ppl_rope_split'])} after the rotary split, "
+            f"{over(held['ppl_final'])} at the end (held-out calibration text)",
+            f"  KL to source {held['kl_final']:.4f} nats a token",
+            f"  time         {report['seconds']['total']:.0f} s, peak memory {(report['peak_rss_bytes'] or 0) / 1e9:.1f} GB",
+            f'  next         mla generate {out} "Once upon a time"',
+        ]
+    )
