@@ -7,6 +7,7 @@ One scale covers one token's latent (`granularity="token"`) or every token of a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,12 +26,22 @@ STORAGE: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3f
 # Below this a latent counts as zero: far under any real range, far above float32's subnormals, so that 1 / scale is finite.
 AMAX_FLOOR = 1e-20
 
-_ALIASES = {"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8", "float8_e4m3fn": "fp8", "e4m3": "fp8", "i8": "int8"}
+# E5M2 is another format, and no alias of ours.
+_ALIASES = {
+    "fp8_e4m3": "fp8",
+    "fp8_e4m3fn": "fp8",
+    "float8_e4m3": "fp8",
+    "float8_e4m3fn": "fp8",
+    "e4m3": "fp8",
+    "e4m3fn": "fp8",
+    "i8": "int8",
+    "bfloat16": "bf16",
+}
 
 
 def normalize_dtype(name: str) -> str:
     """One spelling for each cache type, whatever alias it was given by (`fp8_e4m3` is `fp8`)."""
-    lowered = name.lower().replace("-", "_")
+    lowered = name.strip().lower().replace("-", "_").removeprefix("torch.")
     return _ALIASES.get(lowered, lowered)
 
 
@@ -48,6 +59,12 @@ class LatentQuantizer:
     granularity: Granularity = "token"
     clip: float = float("inf")
 
+    def __post_init__(self) -> None:
+        if self.dtype not in LIMITS or self.granularity not in ("token", "static"):
+            raise MlaError(f"latents cannot be stored as {self.dtype!r} with {self.granularity!r} scales")
+        if not self.clip > 0 or (self.granularity == "static" and math.isinf(self.clip)):
+            raise MlaError(f"a range of {self.clip} gives no scale for {self.granularity} {self.dtype} latents")
+
     @property
     def storage_dtype(self) -> torch.dtype:
         """Data type of the codes."""
@@ -57,6 +74,11 @@ class LatentQuantizer:
     def limit(self) -> float:
         """Largest code."""
         return LIMITS[self.dtype]
+
+    def ranges(self, amax: Tensor) -> Tensor:
+        """Largest absolute value that is stored unclipped, for latents whose largest absolute values are `amax` `[...]`."""
+        ceiling = torch.full_like(amax, self.clip) if self.granularity == "static" else amax.clamp(max=self.clip)
+        return ceiling.clamp(min=AMAX_FLOOR)
 
     def quantize(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of latents.
@@ -77,8 +99,8 @@ class LatentQuantizer:
                 "a latent holds NaN or infinity and cannot be quantised",
                 fix="check the weights (`mla inspect`), or run with --kv-dtype bf16 --dtype float32",
             )
-        ceiling = torch.full_like(amax, self.clip) if self.granularity == "static" else amax.clamp(max=self.clip)
-        scales = ceiling.clamp(min=AMAX_FLOOR) / self.limit
+        scales = self.ranges(amax) / self.limit
+        # Clamped here: a bare cast wraps in int8, and past 448 what an FP8 cast gives depends on device and version.
         codes = (values / scales[..., None]).clamp(-self.limit, self.limit)
         if self.dtype == "int8":
             codes = codes.round()  # half to even, on every device
