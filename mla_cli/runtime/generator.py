@@ -1,8 +1,8 @@
 """The generator: requests in, text out as it comes, several requests at a time.
 
 Greedy tokens of a request run on its own are the same in every run, bit for bit. Among others its logits may differ by
-the rounding of another matrix shape (float32: within 1e-4 of the largest logit), so its text differs only where two
-tokens are that close. Sampled tokens depend on the request's own seed, and on its neighbours in no other way.
+the rounding of another matrix shape (float32: log-probabilities within 1e-4), so its text differs only where two tokens
+are that close. Sampled tokens depend on the request's own seed, and on its neighbours in no other way.
 """
 
 from __future__ import annotations
