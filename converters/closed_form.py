@@ -80,7 +80,10 @@ def closed_form(
     wide, errors = [], []
     for index in layers:
         attention, seen = bank.source_attention(index), statistics[index]
-        split = split_rotary(attention, seen.input_moment, seen.query_energy, plan.layers[index].slots, mixing=mixing)
+        split = split_rotary(
+            attention, seen.input_moment, seen.query_energy, plan.layers[index].slots,
+            turn=seen.mean_turn if mixing == "complex" else None, mixing=mixing,
+        )  # fmt: skip
         errors.append(split_error(attention, split, seen.input_moment, seen.query_energy))
         wide.append(split)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mla_cli.calibration.self_texts import sample_texts
-from mla_cli.calibration.texts import CalibrationTexts, load_texts, split_heldout
-from mla_cli.checkpoint.load import ModelSource, load_decoder, open_model
+from mla_cli.calibration.choose_texts import choose_texts
+from mla_cli.calibration.texts import CalibrationTexts, split_heldout
+from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.writer import check_output, replace_files
 from mla_cli.console import note
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics, ticking
@@ -26,9 +26,8 @@ from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.statistics import SourceStatistics
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
 from mla_cli.errors import InputError, MlaError
-from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
+from mla_cli.model.tokenizer import load_tokenizer
 
-HUB_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1:train"
 # Rounding the weights to bfloat16 moves the held-out loss by about 1e-3 nats; a wrong tensor by far more than this.
 VERIFY_NATS = 0.05
 
@@ -77,7 +76,10 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
 
     with _timed(timings, "texts"):
         tokenizer = load_tokenizer(model.source.folder)
-        texts = _texts(model, tokenizer, options, device)
+        texts = choose_texts(
+            model, tokenizer, calib=options.calib, samples=options.samples, seq_len=options.seq_len,
+            seed=options.seed, device=device,
+        )  # fmt: skip
         fitted, unseen = split_heldout(texts)
         if not len(unseen.lengths):
             raise InputError(
@@ -127,19 +129,6 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     )
     replace_files(out, report_files(report, model_card(report, command)))
     return report
-
-
-def _texts(model: ModelSource, tokenizer: Tokenizer, options: ConvertOptions, device: torch.device) -> CalibrationTexts:
-    wanted = {"samples": options.samples, "seq_len": min(options.seq_len, model.spec.max_position_embeddings)}
-    if options.calib == "auto":
-        try:
-            return load_texts(HUB_TEXT, tokenizer, seed=options.seed, **wanted)
-        except MlaError as problem:
-            note(f"no calibration text from the Hub ({problem.what}); the model writes its own")
-    elif options.calib != "self":
-        return load_texts(options.calib, tokenizer, seed=options.seed, **wanted)
-    decoder = load_decoder(model, device=device)
-    return sample_texts(decoder, tokenizer, seed=options.seed, **wanted)
 
 
 def _choose_plan(

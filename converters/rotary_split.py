@@ -40,6 +40,7 @@ def split_rotary(
     query_energy: Tensor,
     slots: Sequence[int],
     *,
+    turn: Tensor | None = None,
     mixing: Mixing = "complex",
 ) -> LatentWeights:
     """The wide latent layer of a standard attention layer.
@@ -49,6 +50,8 @@ def split_rotary(
         input_moment: `[D + 1, D + 1]` second moment of its normed input with a constant 1 appended.
         query_energy: `[H, n]` mean of `|q_j|^2` per head and frequency.
         slots: frequency index of each rotary pair; a frequency may appear up to `G` times, or never.
+        turn: `[H, n]` complex, what the rotation amounts to on average (`distances.mean_turn`): the remainder is read with
+            it; None: as if it were never turned.
         mixing: `real` restricts the mixing of heads to one real rotation for both halves of a pair (what published
             converters do; for comparison).
 
@@ -93,11 +96,12 @@ def split_rotary(
     for j in slots:
         coefficient, row = components[j].pop(0)
         rope_rows += [row.real, row.imag]
-        read = queries[:, j] * coefficient.conj().repeat_interleave(per_group)[:, None]  # [H, D+1]
-        rope_queries += [read.real, read.imag]
+        shared = queries[:, j] * coefficient.conj().repeat_interleave(per_group)[:, None]  # [H, D+1]
+        rope_queries += [shared.real, shared.imag]
 
     # cos and sin carry the attention factor into rotated scores only; the remainder needs it by hand.
-    q_nope = w_q.clone()
+    read = queries if turn is None else queries * turn.conj()[..., None]  # [H, n, D+1]
+    q_nope = torch.cat((read.real, read.imag, w_q[:, 2 * n :]), dim=1)  # [H, d, D+1]
     q_nope[:, : 2 * n] *= attention_factor**2
     k_nope = torch.cat((remainder.real, remainder.imag, w_k[:, 2 * n :]), dim=1)  # [G, d, D+1]
     rope = torch.stack(rope_rows) if rope_rows else w_v.new_zeros(0, hidden + 1)  # [rope, D+1]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_cli.converters.distances import SEQUENCES, attention_by_distance, mean_turn
 from mla_cli.converters.layerwise import Batches, LayerAt, Tick, run
 from mla_cli.model.attention import Record
-from mla_cli.model.decoder import Decoder
+from mla_cli.model.decoder import Decoder, begin_step
 from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec
 
 
@@ -21,12 +22,14 @@ class SourceStatistics:
         input_moment: `[D + 1, D + 1]` mean of `x x^T`, `x` the normed input with a constant 1 appended.
         query_energy: `[H, n]` mean `|q_j|^2` per head and rotary frequency.
         query_moment: `[H, d, d]` mean of `q q^T` before rotation.
+        mean_turn: `[H, n]` complex, see `distances.mean_turn`; None without rotary embedding.
         tokens: how many tokens were seen.
     """
 
     input_moment: Tensor
     query_energy: Tensor
     query_moment: Tensor
+    mean_turn: Tensor | None
     tokens: int
 
 
@@ -35,7 +38,9 @@ class LatentStatistics:
     """What one latent layer sees, and how much the loss depends on each direction of its latent.
 
     Attributes:
-        input_moment: as above, on inputs that passed through the converted layers before.
+        input_moment: mean of `x x^T` as above, on inputs that passed through the split layers before, each token weighted
+            by `|g|^2`: the best Kronecker factor given an even `F` (one step of the flip-flop iteration). It is what keeps
+            the first token exact, which most queries attend to: its gradient is worth hundreds of others.
         fisher: `[r, r]` mean of `g g^T`, `g` the gradient of the loss with respect to the latent.
         tokens: how many tokens were seen.
     """
@@ -70,20 +75,30 @@ def source_statistics(
     hidden = frame.spec.hidden_size
     inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
     queries = [torch.zeros(s.num_heads, s.head_dim, s.head_dim, dtype=torch.float64) for s in specs]
+    looks = [torch.zeros(s.num_heads, sequences.shape[1], dtype=torch.float64) for s in specs]
+    looked = [0] * len(specs)
 
     def observe(layer: int, record: Record, valid: Tensor) -> None:
+        few = SEQUENCES - looked[layer]
+        if specs[layer].rotary is not None and few > 0:
+            part = {name: record[name][:few] for name in ("q", "k")}
+            step = begin_step(frame.spec, part["q"].shape[:2], part["q"].device)
+            found = attention_by_distance(part, step, specs[layer], valid[:few]).cpu()
+            looks[layer][:, : found.shape[1]] += found
+            looked[layer] += len(part["q"])
         inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()
         q = record["q"][valid].double().transpose(0, 1)  # [H, N, d]
         queries[layer] += (q.transpose(1, 2) @ q).cpu()
 
     run(frame, layer_at, sequences, lengths, batches, observe=observe, tick=tick)
     statistics = []
-    for spec, moment, query in zip(specs, inputs, queries, strict=True):
+    for spec, moment, query, look in zip(specs, inputs, queries, looks, strict=True):
         tokens = moment[-1, -1].clone()
         n = spec.rotary.dim // 2 if spec.rotary is not None else 0
         diagonal = (query / tokens).diagonal(dim1=1, dim2=2)  # [H, d]
         energy = diagonal[:, :n] + diagonal[:, n : 2 * n]
-        statistics.append(SourceStatistics(moment / tokens, energy, query / tokens, int(tokens)))
+        turn = mean_turn(spec.rotary, look) if spec.rotary is not None else None
+        statistics.append(SourceStatistics(moment / tokens, energy, query / tokens, turn, int(tokens)))
     return statistics
 
 
@@ -101,14 +116,17 @@ def latent_statistics(
     specs = [s for s in frame.spec.attention if isinstance(s, LatentAttentionSpec)]
     hidden = frame.spec.hidden_size
     inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
+    tokens = [0] * len(specs)
     fishers = [torch.zeros(s.kv_lora_rank, s.kv_lora_rank, dtype=torch.float64) for s in specs]
 
     def observe(layer: int, record: Record, gradient: Tensor, valid: Tensor) -> None:
-        inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()
-        fishers[layer] += second_moment(gradient[valid]).cpu()
+        x, g = with_constant(record["x"][valid]), gradient[valid]  # [N, D + 1], [N, r]
+        inputs[layer] += second_moment(x * g.norm(dim=1, keepdim=True)).cpu()
+        fishers[layer] += second_moment(g).cpu()
+        tokens[layer] += len(g)
 
     run(frame, layer_at, sequences, lengths, batches, observe_gradient=observe, seed=seed, tick=tick)
     return [
-        LatentStatistics(moment / moment[-1, -1], fisher / moment[-1, -1], int(moment[-1, -1]))
-        for moment, fisher in zip(inputs, fishers, strict=True)
+        LatentStatistics(moment / moment[-1, -1].clamp(min=1e-300), fisher / max(1, count), count)
+        for moment, fisher, count in zip(inputs, fishers, tokens, strict=True)
     ]
