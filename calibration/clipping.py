@@ -1,0 +1,66 @@
+"""Where a layer's range is cut: the clip with the least squared error, by the counts of an observer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mla_cli.calibration.observers import COLUMN_BITS, COLUMNS, OCTAVES, LatentRange
+from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, dequantize
+
+# A clip saturates what calibration has not seen, so it has to pay: this much of the squared error.
+LEAST_GAIN = 0.05
+STEPS_PER_OCTAVE = 8
+SEARCHED_OCTAVES = 12  # the first token of a text may hold values a thousand times those of the others
+_POINTS = 4  # a bin stands for this many values spread over it
+
+
+def choose_clip(seen: LatentRange, dtype: CacheDtype, granularity: Granularity) -> float | None:
+    """The range of a layer: None leaves each token its own (`token`); `static` always has one."""
+    if seen.amax == 0:
+        return None if granularity == "token" else 1.0  # zeros stay zeros in any range
+    candidates = [seen.amax * 2 ** (-k / STEPS_PER_OCTAVE) for k in range(SEARCHED_OCTAVES * STEPS_PER_OCTAVE)]
+    errors = [clip_error(seen, dtype, granularity, clip) for clip in candidates]
+    best = min(range(len(errors)), key=errors.__getitem__)
+    if errors[best] < (1 - LEAST_GAIN) * errors[0]:
+        return candidates[best]
+    return None if granularity == "token" else seen.amax
+
+
+def clip_error(seen: LatentRange, dtype: CacheDtype, granularity: Granularity, clip: float) -> float:
+    """Mean over tokens of the squared error relative to the square of the token's largest value.
+
+    Relative, because a few tokens with huge latents (the first of a text, often) would decide alone otherwise.
+    """
+    own = seen.rows <= clip if granularity == "token" else torch.zeros_like(seen.rows, dtype=torch.bool)  # [R]
+    total = 0.0
+    if bool(own.any()):
+        # In a token's own range the relative error is the same at every size.
+        per_share = _squared_error(_shares(), LatentQuantizer(dtype, "static", 1.0))  # [COLUMNS]
+        total += float((seen.counts[own].double() @ per_share).sum())
+    cut = ~own & (seen.rows > 0)
+    if bool(cut.any()):
+        rows = seen.rows[cut]
+        values = rows[:, None, None] * _shares()  # [R, COLUMNS, points]
+        error = _squared_error(values, LatentQuantizer(dtype, "static", clip))  # [R, COLUMNS]
+        total += float(((seen.counts[cut] * error).sum(dim=-1) / rows.square()).sum())
+    return total / seen.tokens
+
+
+def _shares() -> Tensor:
+    """`[COLUMNS, points]` float64: what share of a token's largest value each bin of an observer stands for."""
+    index = torch.arange(COLUMNS - 1, dtype=torch.float64)
+    within = (torch.arange(_POINTS, dtype=torch.float64) + 0.5) / _POINTS
+    octave, part = (index // 2**COLUMN_BITS) - OCTAVES, (index % 2**COLUMN_BITS)[:, None]
+    shares = torch.exp2(octave)[:, None] * (1 + (part + within) / 2**COLUMN_BITS)  # [COLUMNS - 1, points]
+    shares[0] = 0  # everything smaller than the bins
+    return torch.cat((shares, torch.ones(1, _POINTS, dtype=torch.float64)))
+
+
+def _squared_error(values: Tensor, quantizer: LatentQuantizer) -> Tensor:
+    """Mean squared error over the last dimension, by the quantizer itself."""
+    assert not math.isinf(quantizer.clip)
+    stored = dequantize(*quantizer.quantize(values), torch.float64)
+    return (stored - values).square().mean(dim=-1)
