@@ -20,7 +20,7 @@ from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_sourc
 from mla_cli.converters.held_out import Loss, measure
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
-from mla_cli.converters.options import HELD_OUT, PILOT_HELD_OUT, PILOT_SAMPLES, ConvertOptions
+from mla_cli.converters.options import HELD_OUT, PILOT_HELD_OUT, PILOT_SAMPLES, SPLIT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import ConversionPlan, choose_form, make_plan, rope_candidates, standard_layers
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.statistics import SourceStatistics
@@ -90,7 +90,8 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     longest = int(fitted.lengths.max())
     batches = Batches.fit(longest, model.spec.hidden_size, model.spec.num_layers)
     with _timed(timings, "source_statistics"):
-        statistics = gather_source_statistics(bank, fitted, batches)
+        seen = fitted if options.objective == "activation" else _first(fitted, SPLIT_SAMPLES)
+        statistics = gather_source_statistics(bank, seen, batches)
     with _timed(timings, "rotary_width"):
         plan = _choose_plan(bank, plans, statistics, fitted, unseen, batches, options)
     with _timed(timings, "closed_form"):
@@ -118,6 +119,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
             "requested": texts.requested,
             "sequences": len(fitted.lengths),
             "tokens": fitted.tokens,
+            "split_tokens": statistics[0].tokens,
             "fisher_tokens": closed.fisher_tokens,
             "skipped": texts.skipped,
         },

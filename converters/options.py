@@ -11,6 +11,9 @@ from mla_cli.converters.rotary_split import Mixing
 # Forward statistics are cheap; 512 sequences of 512 tokens cover a text well.
 SAMPLES = 512
 SEQ_LEN = 512
+# The rotary split needs moments of a few numbers a frequency, which settle at once; only the objective `activation` fits the
+# latent itself to these statistics and so takes all sequences.
+SPLIT_SAMPLES = 64
 # The Fisher information costs four forward passes a token and settles early: more sequences change little.
 FISHER_SAMPLES = 128
 # Held-out sequences for the report: enough that stages differ by more than noise, few enough to cost seconds.
