@@ -14,6 +14,9 @@ import typer
 
 from mla_cli import __version__, console
 from mla_cli.commands.convert import convert
+from mla_cli.commands.eval import command as evaluate
+from mla_cli.commands.generate import generate
+from mla_cli.commands.inspect import inspect
 from mla_cli.commands.options import Debug, GroupedCommand
 from mla_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, MlaError
 
@@ -35,7 +38,12 @@ class Command:
 
 
 # In the order of `mla --help`. A command's file imports nothing heavy at its top: listing it here costs milliseconds.
-COMMANDS: tuple[Command, ...] = (Command("convert", convert),)
+COMMANDS: tuple[Command, ...] = (
+    Command("convert", convert, "--samples, --seq-len or --fisher-samples"),
+    Command("generate", generate, "--max-batch, --max-context or --kv-dtype int8"),
+    Command("eval", evaluate, "--batch-size or --limit"),
+    Command("inspect", inspect),
+)
 
 
 def build_app(commands: Sequence[Command] = COMMANDS) -> typer.Typer:

@@ -107,7 +107,9 @@ def convert(
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Convert a standard (MHA or GQA) checkpoint to multi-head latent attention.
+    """Convert a checkpoint to latent attention.
+
+    SRC is a standard (MHA or GQA) model; OUT gets a multi-head latent attention model and its report.
 
     Examples:
 
