@@ -12,7 +12,7 @@ from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
 
 Form = Literal["deepseek", "native"]
 DEFAULT_RATIO = 4.0
-MIN_RANK = 8  # below this a latent holds next to nothing, and no kernel reads it well
+MIN_RANK = 8  # below this a latent holds next to nothing; only a tiny budget goes lower
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def rope_candidates(spec: DecoderSpec, form: Form, budget: int) -> list[int]:
     widths = [whole // m for m in (1, 2, 4) if whole % (2 * m) == 0]
     if form == "deepseek":
         widths = [w for w in widths if stock_slots(attention.rotary, w) is not None]
-    return [w for w in widths if budget - w >= MIN_RANK]
+    least = max(1, min(MIN_RANK, budget // 2))
+    return [w for w in widths if budget - w >= least]
 
 
 def make_plan(
