@@ -16,7 +16,7 @@ from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
 from mla_cli.console import progress
 from mla_cli.errors import MlaError
 from mla_cli.kernels.quantized import LatentQuantizer, dequantize
-from mla_cli.model.attention import Record
+from mla_cli.model.attention import Record, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
 
@@ -53,15 +53,20 @@ class HeldOutCost:
 
 @dataclass(frozen=True)
 class _Micro:
-    """Some sequences: which rows, their tokens `[B, T]`, and which of these count `[B, T]`."""
+    """Some sequences: which rows, their tokens `[B, T]`, how many of these count `[B]` and which `[B, T]`."""
 
     rows: slice
     tokens: Tensor
+    lengths: Tensor
     valid: Tensor
 
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
+
+    def step(self, model: ModelSource, cache: Cache | None = None) -> Step:
+        # With its own length each sequence is rotated as if it ran alone (dynamic scaling goes by the length).
+        return begin_step(model.spec, self.tokens.shape, self.tokens.device, cache, self.lengths)
 
 
 def watch_latents(
@@ -73,7 +78,7 @@ def watch_latents(
 
     def run(layer: DecoderLayer, index: int, micro: _Micro, hidden: Tensor) -> Tensor:
         record: Record = {}
-        out: Tensor = layer(hidden, begin_step(model.spec, micro.tokens.shape, device), record)
+        out: Tensor = layer(hidden, micro.step(model), record)
         if "latent" in record:
             observers[index].add(record["latent"][micro.valid])
         return out
@@ -99,13 +104,13 @@ def measure_cost(
     def run(layer: DecoderLayer, index: int, micro: _Micro, hidden: Tensor) -> Tensor:
         plain, quantised = hidden.unbind()  # [B, T, D]
         clean: Record = {}
-        out = layer(plain, begin_step(model.spec, micro.tokens.shape, device), clean)
+        out = layer(plain, micro.step(model), clean)
         if micro.rows.start not in caches:
             caches[micro.rows.start] = frame.make_cache(micro.tokens.shape[0], micro.width, tuple(quantizers))
         cache = caches[micro.rows.start]  # never advanced: each layer finds it empty and leaves its own part in it
         local: Record = {}
-        layer(plain, begin_step(model.spec, micro.tokens.shape, device, cache), local)
-        other = layer(quantised, begin_step(model.spec, micro.tokens.shape, device, cache))
+        layer(plain, micro.step(model, cache), local)
+        other = layer(quantised, micro.step(model, cache))
         if "latent" in clean:
             sums[index].add(clean, local, micro.valid, quantizers[index])
         return torch.stack((out, other))
@@ -115,7 +120,7 @@ def measure_cost(
     for micros, hidden in _layer_by_layer(model, frame, texts, run, streams=2, title="measuring on held-out text"):
         for micro in micros:
             for row in range(micro.tokens.shape[0]):
-                length = int(micro.valid[row].sum())
+                length = int(micro.lengths[row])
                 states = hidden[:, micro.rows.start + row, :length]  # [2, T, D]
                 totals = [a + b for a, b in zip(totals, _score(frame, states, micro.tokens[row]), strict=True)]
                 count += length - 1
@@ -146,8 +151,7 @@ def _layer_by_layer(
             shape = (streams, len(lengths[start : start + size]), micros[0].width, model.spec.hidden_size)
             hidden = torch.zeros(shape, dtype=frame.dtype, device=device)
             for micro in micros:
-                step = begin_step(model.spec, micro.tokens.shape, device)
-                hidden[:, micro.rows, : micro.width] = frame.embed(micro.tokens, step.positions)
+                hidden[:, micro.rows, : micro.width] = frame.embed(micro.tokens, micro.step(model).positions)
             for index in range(layers):
                 layer = load_layer(model, index, dtype=frame.dtype, device=device)
                 for micro in micros:
@@ -169,8 +173,9 @@ def _micros(sequences: Tensor, lengths: Tensor, device: torch.device) -> Iterato
     while start < len(lengths):
         longest = int(lengths[start])
         end = min(len(lengths), start + max(1, MICRO_TOKENS // longest))
-        valid = torch.arange(longest) < lengths[start:end, None]  # [B, T]
-        yield _Micro(slice(start, end), sequences[start:end, :longest].to(device), valid.to(device))
+        counts = lengths[start:end]
+        valid = torch.arange(longest) < counts[:, None]  # [B, T]
+        yield _Micro(slice(start, end), sequences[start:end, :longest].to(device), counts, valid.to(device))
         start = end
 
 

@@ -196,6 +196,27 @@ def test_each_layer_sees_each_token_once_and_no_padding(checkpoint: Path) -> Non
     assert [seen.amax for seen in quiet] == pytest.approx(largest, rel=1e-5)
 
 
+def test_half_precision_calibrates_too(checkpoint: Path) -> None:
+    report = calibrate(str(checkpoint), None, options(checkpoint, dtype=torch.bfloat16), CPU)
+    exact = calibrate(str(checkpoint), None, options(checkpoint), CPU)
+    for half, full in zip(report["layers"], exact["layers"], strict=True):
+        assert half["amax"] == pytest.approx(full["amax"], rel=0.05)
+
+
+def test_dynamic_rotation_goes_by_each_sequences_own_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    checkpoint = converted(tmp_path, max_position_embeddings=16, rope_parameters=rope)
+    model = open_model(str(checkpoint))
+    short, long = random_tokens(1, 12)[0].tolist(), random_tokens(1, 40, seed=5)[0].tolist()
+
+    def spread(rows: list[list[int]]) -> torch.Tensor:
+        """How each layer's values spread below their token's largest."""
+        seen = [o.result() for o in watch_latents(model, texts_of(rows), dtype=torch.float64, device=CPU)]
+        return torch.stack([s.counts.sum(dim=0) for s in seen])
+
+    assert torch.equal(spread([short, long]), spread([short]) + spread([long]))
+
+
 def test_rounds_and_batches_change_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, texts = open_model(str(checkpoint)), texts_of(RAGGED)
     quantizers = (LatentQuantizer("int8"),) * 2
