@@ -25,7 +25,7 @@ from mla_cli.model.tokenizer import Tokenizer
 MAX_NEW_TOKENS = 256
 
 # A generating batch is bound by reading the weights, so it pays to hold more sequences than a scoring batch does.
-GENERATION_FACTOR = 4
+GENERATION_FACTOR = 8
 
 
 class HarnessModel(LM):  # type: ignore[misc]
@@ -61,14 +61,19 @@ class HarnessModel(LM):  # type: ignore[misc]
         return self.tokenizer.chat_template if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the model's prompt; without a system message where its template refuses one."""
+        """A conversation as the model's prompt; without a system message where its template refuses one.
+
+        Without `add_generation_prompt` the prompt ends inside the last message, which the model is to continue.
+        """
         try:
-            return self.tokenizer.render_chat(chat_history, add_generation_prompt=add_generation_prompt)
+            text = self.tokenizer.render_chat(chat_history, add_generation_prompt=add_generation_prompt)
         except InputError:
-            plain = [message for message in chat_history if message["role"] != "system"]
-            if len(plain) == len(chat_history):
-                raise
-            return self.tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt)
+            chat_history = [message for message in chat_history if message["role"] != "system"]
+            text = self.tokenizer.render_chat(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)] if last in text else text
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is what greedy decoding gives."""

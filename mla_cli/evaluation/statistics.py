@@ -89,8 +89,11 @@ def paired_interval(
         ours, theirs = (_metric(items, items.totals[drawn].sum(axis=1), weights) for items in (candidate, baseline))
         with np.errstate(invalid="ignore"):
             differences.append(ours - theirs)
-    low, high = np.quantile(np.concatenate(differences), (0.025, 0.975))
-    return (float(low), float(high)) if math.isfinite(low) and math.isfinite(high) else None
+    drawn_differences = np.concatenate(differences)
+    if not np.isfinite(drawn_differences).all():
+        return None
+    low, high = np.quantile(drawn_differences, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def relative_drop_percent(candidate: float | None, baseline: float | None, higher_is_better: bool) -> float | None:

@@ -1,0 +1,195 @@
+"""`mla eval` through the program: gates, exit codes, and what an interrupted run leaves (EV-11, EV-12, EV-13, CL-09)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mla_cli.app import Command, main
+from mla_cli.commands import eval as eval_command
+from tests.evaluation.small_model import save_data, save_model
+from tests.runtime.stand_ins import save_tiny_deepseek
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = (Command("eval", eval_command.command),)
+PROGRAM = (
+    "import sys; from mla_cli.app import Command, main; from mla_cli.commands import eval as e; "
+    "sys.exit(main(commands=(Command('eval', e.command),)))"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model, the same slightly and thoroughly disturbed, a latent model, and data."""
+    root = tmp_path_factory.mktemp("eval")
+    found = {name: str(root / name) for name in ("source", "near", "far", "latent", "data")}
+    for name, noise in (("source", 0.0), ("near", 1e-5), ("far", 0.1)):
+        save_model(root / name)
+        file = root / name / "model.safetensors"
+        weights = load_file(file)
+        torch.manual_seed(1)
+        disturbed = {key: value + noise * torch.randn_like(value) for key, value in weights.items()}
+        save_file(disturbed, file, {"format": "pt"})
+    save_tiny_deepseek(root / "latent")
+    save_data(root / "data", items=6)
+    return found
+
+
+@pytest.fixture
+def mla(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Run `mla eval ...`: exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["eval", *arguments], commands=COMMANDS)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def lambada(folders: dict[str, str]) -> tuple[str, ...]:
+    pytest.importorskip("lm_eval", reason="needs the eval extra: pip install 'mla-cli[eval]'")
+    return ("--data", folders["data"], "--tasks", "lambada, hellaswag")
+
+
+def test_a_model_against_itself_passes_and_reports(mla: Any, folders: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, shown, notes = mla(
+        folders["source"], *lambada(folders), "--baseline", folders["source"], "--json", "--out", str(out)
+    )
+    assert code == 0, notes
+    report = json.loads(shown)
+    assert report == json.loads((out / "mla_eval.json").read_text(encoding="utf-8"))
+    assert (out / "mla_eval.md").read_text(encoding="utf-8").startswith("# Evaluation")
+    assert list(report["tasks"]) == ["lambada", "hellaswag"]
+    assert report["passed"] is True
+    for metrics in report["tasks"].values():
+        for metric in metrics.values():
+            assert metric["value"] == metric["baseline"]
+            assert metric["diff"] in (0, None)
+            assert metric["ci95"] in ([0, 0], None)
+    assert report["samples_per_task"] == {"lambada": 6, "hellaswag": 6}
+    assert report["checkpoint"]["adds_bos"] is True
+    assert report["checkpoint"]["cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+    assert "lambada_openai" in report["variants"]["lambada"]
+    assert report["versions"]["lm_eval"]
+
+
+def test_a_worse_model_misses_the_gate_after_its_table(mla: Any, folders: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, shown, notes = mla(
+        folders["far"],
+        "--baseline",
+        folders["source"],
+        "--data",
+        folders["data"],
+        "--tasks",
+        "ppl,kl",
+        "--out",
+        str(out),
+    )
+    assert code == 3
+    assert "MISSED" in shown
+    assert "top_token_agreement" in shown
+    assert "ppl ppl" in notes
+    assert (out / "mla_eval.json").exists()
+    report = json.loads((out / "mla_eval.json").read_text())
+    assert report["tasks"]["ppl"]["ppl"]["relative_drop_percent"] > 2.3
+    assert report["tasks"]["kl"]["kl"]["value"] > 0.01
+    assert report["tasks"]["kl"]["kl"]["passed"] is None
+
+
+def test_a_near_model_passes_and_a_loose_gate_forgives(mla: Any, folders: dict[str, str]) -> None:
+    ppl = ("--baseline", folders["source"], "--tasks", "ppl", "--data", folders["data"])
+    assert mla(folders["near"], *ppl)[0] == 0
+    assert mla(folders["far"], *ppl, "--max-drop", "1e9")[0] == 0
+
+
+def test_latents_are_measured_through_the_cache_that_is_asked_for(
+    mla: Any, folders: dict[str, str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the man walks under the large house and sings. " * 20)
+    common = (folders["latent"], "--tasks", "ppl", "--text", str(text), "--json")
+    plain = json.loads(mla(*common)[1])
+    quantised = json.loads(mla(*common, "--kv-dtype", "int8")[1])
+    assert plain["checkpoint"]["kv_dtype"] == "float32"
+    assert quantised["checkpoint"]["kv_dtype"] == "int8"
+    assert quantised["checkpoint"]["cache_bytes_per_token"] == 2 * (16 + 2 * 4 + 4)  # codes, bf16 rotary key, scale
+    assert plain["tasks"]["ppl"]["ppl"]["value"] != quantised["tasks"]["ppl"]["ppl"]["value"]
+    code, _, notes = mla(folders["source"], "--tasks", "ppl", "--text", str(text), "--kv-dtype", "int8")
+    assert code == 2
+    assert "keys and values" in notes
+
+
+def test_one_item_gives_valid_json(mla: Any, folders: dict[str, str]) -> None:
+    code, shown, _ = mla(folders["source"], *lambada(folders), "--limit", "1", "--json")
+    assert code == 0
+    assert json.loads(shown)["tasks"]["lambada"]["acc"]["stderr"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--limit", "0"), "--limit"),
+        (("--batch-size", "many"), "neither auto nor a whole number"),
+        (("--max-drop", "nan"), "--max-drop"),
+        (("--tasks", ","), "no task is named"),
+        (("--tasks", "kl"), "needs a model to compare with"),
+        (("--text", "missing.txt"), "no such file"),
+        (("--data", "missing"), "no such folder"),
+        (("--kv-dtype", "int3"), "int3"),
+    ],
+)
+def test_a_mistake_costs_no_work(mla: Any, arguments: tuple[str, ...], message: str) -> None:
+    # The model does not exist: it is never looked for.
+    code, shown, notes = mla("no-such-model-folder/x/y", "--tasks", "ppl", *arguments)
+    assert code == 2
+    assert shown == ""
+    assert message in notes
+
+
+def test_a_checkpoint_that_gives_nan_is_never_scored(mla: Any, folders: dict[str, str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    save_model(broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["lm_head.weight"].fill_(3e38)  # finite, but no logit of it is
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    code, shown, notes = mla(str(broken), *lambada(folders), "--json", "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert shown == ""
+    assert "NaN or infinity" in notes
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_leaves_nothing_that_looks_complete(folders: dict[str, str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the man walks under the large house and sings. " * 200_000)
+    out = tmp_path / "out"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    arguments = [folders["source"], "--tasks", "ppl", "--text", str(text), "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "eval", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "evaluating" in line:
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert shown == ""
+    assert not out.exists()
+    assert list(tmp_path.glob("mla-eval-*")) == []
