@@ -109,7 +109,7 @@ def summary(
             f"{cache['mla'] / layers:.0f}",
             f"{int8_bytes / layers:.0f}",
         ),
-        ("perplexity", *(_show(v) for v in (bf16["ppl"]["ppl"]["baseline"], *(q["ppl"]["ppl"]["value"] for q in (bf16, int8))))),
+        ("perplexity", *(_show(v) for v in (bf16["ppl"]["ppl"]["baseline"], *(_ppl(q) for q in (bf16, int8))))),
         ("KL to the source, nats a token", "0", *(_show(q["kl"]["kl"]["value"]) for q in (bf16, int8))),
     ]  # fmt: skip
     for name, metrics in tasks.items():
@@ -123,6 +123,10 @@ def summary(
     return "\n".join(
         ["", *table, "", f"> {PROMPT}", text, "", f"{seconds / 60:.1f} minutes; the checkpoint is in {OUT}"]
     )
+
+
+def _ppl(tasks: dict[str, Any]) -> float | None:
+    return tasks["ppl"]["ppl"]["value"]  # type: ignore[no-any-return]
 
 
 def _show(value: float | None) -> str:
