@@ -21,7 +21,14 @@ from mla_cli.converters.held_out import Loss, measure
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.options import HELD_OUT, PILOT_HELD_OUT, PILOT_SAMPLES, SPLIT_SAMPLES, ConvertOptions
-from mla_cli.converters.plan import ConversionPlan, choose_form, make_plan, rope_candidates, standard_layers
+from mla_cli.converters.plan import (
+    DEFAULT_RATIO,
+    ConversionPlan,
+    choose_form,
+    make_plan,
+    rope_candidates,
+    standard_layers,
+)
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.statistics import SourceStatistics
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
@@ -43,12 +50,10 @@ def plan_conversion(model: ModelSource, options: ConvertOptions) -> list[Convers
     whole = standard_layers(model.spec)[0]
     widths = [options.qk_rope_head_dim]
     if options.qk_rope_head_dim is None:
-        budget = int(whole.cached_per_token / (options.ratio or 4.0)) if options.kv_lora_rank is None else 1 << 30
+        budget = int(whole.cached_per_token / (options.ratio or DEFAULT_RATIO)) if options.kv_lora_rank is None else 1 << 30
         widths = list(rope_candidates(model.spec, form, budget))
         if options.kv_lora_rank is not None:
             widths = widths[:1]  # the rank is fixed, so a wider rotary key only adds quality
-        if not widths:
-            widths = [2 if whole.rotary is not None and form == "native" else whole.rotary.dim if whole.rotary else 0]
     return [make_plan(model.spec, form=form, reason=reason, qk_rope_head_dim=w, **shape) for w in widths]  # type: ignore[arg-type]
 
 

@@ -92,7 +92,7 @@ def choose_form(spec: DecoderSpec, wanted: Literal["auto", "deepseek", "native"]
 
 
 def rope_candidates(spec: DecoderSpec, form: Form, budget: int) -> list[int]:
-    """Widths of the rotary key worth trying within `budget` cached numbers a layer, widest first."""
+    """Widths of the rotary key worth trying within `budget` cached numbers a layer, widest first; never none."""
     attention = standard_layers(spec)[0]
     if attention.rotary is None:
         return [0]
@@ -101,7 +101,7 @@ def rope_candidates(spec: DecoderSpec, form: Form, budget: int) -> list[int]:
     if form == "deepseek":
         widths = [w for w in widths if stock_slots(attention.rotary, w) is not None]
     least = max(1, min(MIN_RANK, budget // 2))
-    return [w for w in widths if budget - w >= least]
+    return [w for w in widths if budget - w >= least] or widths[-1:]
 
 
 def make_plan(
