@@ -83,7 +83,8 @@ def open_both(name: str, batch_size: int) -> tuple[Any, Any]:
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # tokenizer.json as it stands: AutoTokenizer rebuilds it for some classes, with other splits than it was trained on.
     special = {key: value for key, value in tokenizer.special_tokens.items() if isinstance(value, str)}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special)
+    fast_class: Any = transformers.PreTrainedTokenizerFast
+    fast = fast_class(tokenizer_file=str(folder / "tokenizer.json"), **special)
     return ours, HFLM(pretrained=reference, tokenizer=fast, batch_size=batch_size, device="cpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from mla_cli.errors import InputError
 from mla_cli.evaluation.scoring import LOGITS_BLOCK, Quantizers, not_finite, pad, token_budget, token_scores
 from mla_cli.model.decoder import Decoder
+from mla_cli.model.spec import DecoderSpec
 
 # Long enough that most tokens have context, short enough for every model; the usual choice of compression papers.
 WINDOW = 1024
@@ -26,11 +28,16 @@ class WindowLoss:
 
 @dataclass(frozen=True)
 class WindowDivergence:
-    """One window: summed `KL(source || ours)` in nats, tokens on whose most likely successor both agree, positions."""
+    """One window: summed `KL(source || ours)` in nats, tokens on whose most likely successor both agree, positions.
+
+    `source` and `ours` are what `perplexity` gives for each model; they fall out of the same forward passes.
+    """
 
     divergence: float
     agreed: int
     positions: int
+    source: WindowLoss
+    ours: WindowLoss
 
 
 def windows(
@@ -66,6 +73,19 @@ def perplexity(
         yield from _losses(decoder, texts[start : start + size], quantizers)
 
 
+def check_vocabularies(source: DecoderSpec, ours: DecoderSpec) -> None:
+    """Refuse models whose predictions are not over the same tokens.
+
+    Raises:
+        InputError: the vocabularies differ.
+    """
+    if source.vocab_size != ours.vocab_size:
+        raise InputError(
+            f"KL divergence needs one vocabulary; the models have {source.vocab_size} and {ours.vocab_size} tokens",
+            fix="compare with the model that the checkpoint was converted from",
+        )
+
+
 def kl_divergence(
     source: Decoder, ours: Decoder, texts: Sequence[Sequence[int]], *, quantizers: Quantizers | None = None
 ) -> Iterator[WindowDivergence]:
@@ -76,11 +96,7 @@ def kl_divergence(
     Raises:
         InputError: the vocabularies differ. MlaError: an output is not finite.
     """
-    if source.spec.vocab_size != ours.spec.vocab_size:
-        raise InputError(
-            f"KL divergence needs one vocabulary; the models have {source.spec.vocab_size} and {ours.spec.vocab_size}",
-            fix="compare with the model that the checkpoint was converted from",
-        )
+    check_vocabularies(source.spec, ours.spec)
     for text in texts:
         yield _divergence(source, ours, text, quantizers)
 
@@ -98,16 +114,21 @@ def _losses(decoder: Decoder, texts: Sequence[Sequence[int]], quantizers: Quanti
 def _divergence(source: Decoder, ours: Decoder, text: Sequence[int], quantizers: Quantizers | None) -> WindowDivergence:
     source_hidden = _hidden(source, [text], None)[0][0]  # [T, D]
     our_hidden = _hidden(ours, [text], quantizers)[0][0]  # [T, D']
-    total, agreed = 0.0, 0
+    following = torch.tensor([*text[1:], 0], device=ours.device)  # what each position should predict; the last: nothing
+    total, agreed, nlls = 0.0, 0, [0.0, 0.0]
     size = max(1, LOGITS_BLOCK // (2 * source.spec.vocab_size))
-    for theirs, mine in zip(torch.split(source_hidden, size), torch.split(our_hidden, size), strict=True):
-        p = source.logits(theirs).float().log_softmax(dim=-1)  # [t, V]
-        q = ours.logits(mine).float().log_softmax(dim=-1)  # [t, V]
+    for start in range(0, len(text), size):
+        p = source.logits(source_hidden[start : start + size]).float().log_softmax(dim=-1)  # [t, V]
+        q = ours.logits(our_hidden[start : start + size]).float().log_softmax(dim=-1)  # [t, V]
         agreed += int((p.argmax(dim=-1) == q.argmax(dim=-1)).sum())
         total += float((p.exp() * (p - q)).sum(dim=-1).double().sum())
-    if total != total or total in (float("inf"), float("-inf")):
+        wanted = following[start : start + size][: len(text) - 1 - start]
+        for model, logprobs in enumerate((p, q)):
+            nlls[model] -= float(logprobs[: len(wanted)].gather(-1, wanted[:, None]).double().sum())
+    if not all(map(math.isfinite, (total, *nlls))):
         raise not_finite()
-    return WindowDivergence(total, agreed, len(text))
+    losses = [WindowLoss(nll, len(text) - 1) for nll in nlls]
+    return WindowDivergence(total, agreed, len(text), losses[0], losses[1])
 
 
 def _hidden(

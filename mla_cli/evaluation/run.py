@@ -17,12 +17,13 @@ import torch
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.console import note, progress, warn
 from mla_cli.errors import InputError, UsageError
-from mla_cli.evaluation.fidelity import WINDOW, kl_divergence, perplexity, windows
+from mla_cli.evaluation.fidelity import WINDOW, WindowLoss, check_vocabularies, kl_divergence, perplexity, windows
 from mla_cli.evaluation.report import Report, compare_tasks
 from mla_cli.evaluation.results import Measured, TaskResult
 from mla_cli.evaluation.statistics import Items, value
 from mla_cli.evaluation.subject import Subject, check_kv_dtype, load_subject
 from mla_cli.evaluation.tasks import DIVERGENCE, PERPLEXITY, TaskPlan, load_tasks, plan_tasks
+from mla_cli.model.tokenizer import load_tokenizer
 
 # Below `--data DIR`: what perplexity is measured on unless a text is given.
 DATA_TEXT = "text/wikitext2-test.txt"
@@ -74,6 +75,8 @@ def evaluate(
     source = open_model(checkpoint)
     other = None if baseline is None else open_model(baseline)
     check_kv_dtype(source, kv_dtype)
+    if DIVERGENCE in plan.own and other is not None and words is not None:
+        _check_comparable(other, source, words)
     with _loaded(plan) as tasks:
         work = _Work(plan, tasks, words, limit, batch_size)
         ours: Subject | None = _load(source, device, dtype, kv_dtype)
@@ -86,9 +89,9 @@ def evaluate(
             reference = _load(other, device, dtype, "auto")
             theirs_facts = reference.facts
             theirs = _measure(reference, work)
-            _check_same_text(results, theirs)
             if ours is not None:
-                results[DIVERGENCE] = _divergence(reference, ours, work)
+                _divergence(reference, ours, work, theirs, results)
+            _check_same_text(results, theirs)
     order = {name: place for place, name in enumerate(names)}
     labelled = {plan.labels.get(task, task): result for task, result in results.items()}
     labelled = dict(sorted(labelled.items(), key=lambda item: order.get(item[0], len(order))))
@@ -174,13 +177,11 @@ def _measure(subject: Subject, work: _Work) -> dict[str, TaskResult]:
         )
         results.update(run_tasks(model, work.tasks, limit=work.limit))
         _ungate_parts(results, work)
-    if PERPLEXITY in work.plan.own:
+    if PERPLEXITY in work.plan.own and DIVERGENCE not in work.plan.own:  # which gives both
         parts = _windows(subject, work)
         found = perplexity(subject.decoder, parts, batch_size=work.batch_size, quantizers=subject.quantizers)
         losses = list(progress(found, "perplexity", total=len(parts), unit="window"))
-        items = Items.of([loss.nll for loss in losses], [loss.tokens for loss in losses], "exp")
-        items = replace(items, identity=hash(tuple(parts)))
-        results[PERPLEXITY] = TaskResult({PERPLEXITY: Measured(value(items), items, False)}, len(losses))
+        results[PERPLEXITY] = _perplexity(losses, parts)
     return results
 
 
@@ -203,13 +204,22 @@ def _ungate_parts(results: dict[str, TaskResult], work: _Work) -> None:
                 results[part] = TaskResult(metrics, results[part].count)
 
 
-def _divergence(reference: Subject, ours: Subject, work: _Work) -> TaskResult:
-    parts = _windows(reference, work)
-    if parts != _windows(ours, work):
+def _check_comparable(source: ModelSource, ours: ModelSource, text: str) -> None:
+    check_vocabularies(source.spec, ours.spec)
+    tokens = [load_tokenizer(model.source.folder).encode(text) for model in (source, ours)]
+    lengths = {model.spec.max_position_embeddings for model in (source, ours)}
+    if tokens[0] != tokens[1] or (len(lengths) > 1 and min(lengths) < WINDOW):
         raise InputError(
-            "KL divergence needs one tokenizer; the two models split the text differently",
+            "KL divergence needs one tokenizer and room for the same windows; the two models split the text differently",
             fix="compare with the model that the checkpoint was converted from",
         )
+
+
+def _divergence(
+    reference: Subject, ours: Subject, work: _Work, theirs: dict[str, TaskResult], results: dict[str, TaskResult]
+) -> None:
+    """Add the divergence to `results`, and each model's perplexity to its own where that was asked for too."""
+    parts = _windows(reference, work)
     running = kl_divergence(reference.decoder, ours.decoder, parts, quantizers=ours.quantizers)
     found = list(progress(running, "divergence", total=len(parts), unit="window"))
     positions = [window.positions for window in found]
@@ -219,7 +229,16 @@ def _divergence(reference: Subject, ours: Subject, work: _Work) -> TaskResult:
         "kl": Measured(value(kl), kl, False, gated=False),
         "top_token_agreement": Measured(value(agreement), agreement, True, gated=False),
     }
-    return TaskResult(metrics, len(found))
+    results[DIVERGENCE] = TaskResult(metrics, len(found))
+    if PERPLEXITY in work.plan.own:
+        theirs[PERPLEXITY] = _perplexity([window.source for window in found], parts)
+        results[PERPLEXITY] = _perplexity([window.ours for window in found], parts)
+
+
+def _perplexity(losses: Sequence[WindowLoss], parts: Sequence[tuple[int, ...]]) -> TaskResult:
+    items = Items.of([loss.nll for loss in losses], [loss.tokens for loss in losses], "exp")
+    items = replace(items, identity=hash(tuple(parts)))
+    return TaskResult({PERPLEXITY: Measured(value(items), items, False)}, len(losses))
 
 
 def _windows(subject: Subject, work: _Work) -> list[tuple[int, ...]]:

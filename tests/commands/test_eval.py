@@ -109,6 +109,21 @@ def test_a_worse_model_misses_the_gate_after_its_table(mla: Any, folders: dict[s
     assert report["tasks"]["kl"]["kl"]["passed"] is None
 
 
+def test_perplexity_beside_the_divergence_is_the_same_perplexity(mla: Any, folders: dict[str, str]) -> None:
+    common = (folders["near"], "--baseline", folders["source"], "--data", folders["data"], "--json")
+    alone, beside = (json.loads(mla(*common, "--tasks", tasks)[1])["tasks"] for tasks in ("ppl", "kl,ppl"))
+    assert list(beside) == ["kl", "ppl"]
+    for number in ("value", "baseline"):
+        assert beside["ppl"]["ppl"][number] == pytest.approx(alone["ppl"]["ppl"][number], rel=1e-5)
+
+
+def test_models_that_split_the_text_differently_are_not_compared(mla: Any, folders: dict[str, str]) -> None:
+    options = ("--baseline", folders["latent"], "--tasks", "kl", "--data", folders["data"])
+    code, _, notes = mla(folders["source"], *options)
+    assert code == 2
+    assert "one vocabulary" in notes
+
+
 def test_a_near_model_passes_and_a_loose_gate_forgives(mla: Any, folders: dict[str, str]) -> None:
     ppl = ("--baseline", folders["source"], "--tasks", "ppl", "--data", folders["data"])
     assert mla(folders["near"], *ppl)[0] == 0

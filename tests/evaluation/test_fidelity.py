@@ -58,6 +58,9 @@ def test_divergence_is_the_mean_over_positions(tmp_path: Path, monkeypatch: pyte
         assert found.positions == len(window)
         assert found.divergence == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
         assert found.agreed == int((p.argmax(-1) == q.argmax(-1)).sum())
+        for loss, (alone,) in ((found.source, perplexity(source, [window])), (found.ours, perplexity(ours, [window]))):
+            assert loss.nll == pytest.approx(alone.nll, rel=1e-5)
+            assert loss.tokens == alone.tokens
 
 
 def test_a_model_does_not_diverge_from_itself(tmp_path: Path) -> None:
