@@ -79,18 +79,17 @@ def evaluate(
         _check_comparable(other, source, words)
     with _loaded(plan) as tasks:
         work = _Work(plan, tasks, words, limit, batch_size)
-        ours: Subject | None = _load(source, device, dtype, kv_dtype)
-        assert ours is not None
-        facts, theirs_facts = ours.facts, None
-        results, theirs = _measure(ours, work), {}
-        if DIVERGENCE not in plan.own:
-            ours = None  # never two models in memory where one will do
+        candidate = _load(source, device, dtype, kv_dtype)
+        facts, theirs_facts = candidate.facts, None
+        results, theirs = _measure(candidate, work), {}
+        kept = candidate if DIVERGENCE in plan.own else None
+        del candidate  # never two models in memory where one will do
         if other is not None:
             reference = _load(other, device, dtype, "auto")
             theirs_facts = reference.facts
             theirs = _measure(reference, work)
-            if ours is not None:
-                _divergence(reference, ours, work, theirs, results)
+            if kept is not None:
+                _divergence(reference, kept, work, theirs, results)
             _check_same_text(results, theirs)
     order = {name: place for place, name in enumerate(names)}
     labelled = {plan.labels.get(task, task): result for task, result in results.items()}

@@ -19,6 +19,8 @@ from mla_cli.errors import InputError, MlaError, NetworkError, UnsupportedError,
 
 PERPLEXITY, DIVERGENCE = OWN_TASKS = ("ppl", "kl")
 
+HUB_SECONDS = 4.0  # to find out whether the Hub answers; a machine without a network must not wait longer
+
 # The harness's own seed for drawing few-shot examples.
 FEWSHOT_SEED = 1234
 
@@ -156,7 +158,8 @@ def load_tasks(plan: TaskPlan, folder: Path) -> dict[str, Any]:
         NetworkError: a data set has to be fetched and cannot be. InputError: local data cannot be read.
     """
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    with quiet_harness(), _offline(plan.offline):
+    # Without an answer only the local cache is looked at: the client would try again for half a minute for each file.
+    with quiet_harness(), _offline(plan.offline or not _hub_answers()):
         from lm_eval.tasks import TaskManager
 
         for name in plan.builtin:
@@ -179,7 +182,7 @@ def quiet_harness() -> Iterator[None]:
     """The harness without its log lines and its own progress bars, which would mix with ours."""
     import lm_eval.api.task as task_module
 
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bar = task_module.tqdm
     task_module.tqdm = partial(bar, disable=True)
@@ -270,10 +273,23 @@ def _load(manager: Any, name: str, plan: TaskPlan) -> dict[str, Any]:
             raise MlaError(f"task '{label}' cannot be loaded: {reason}", fix="rerun with --debug") from error
         local = "; or give local files with --data DIR" if name in plan.builtin else ""
         raise NetworkError(
-            f"task '{label}' needs the data set {_dataset(manager, name, reason)} of the Hugging Face Hub: {reason}",
+            f"task '{label}' needs the data set {_dataset(manager, name, reason)}, which is neither in the local cache nor "
+            f"to be had from the Hugging Face Hub{'' if 'reach' in reason else f': {reason}'}",
             fix=f"check the connection (and HF_HUB_OFFLINE){local}",
         ) from error
     return found
+
+
+def _hub_answers() -> bool:
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # the library passes on whatever its HTTP client raises
+        return False
+    return True
 
 
 def _dataset(manager: Any, name: str, reason: str) -> str:

@@ -131,15 +131,23 @@ def test_a_damaged_line_further_down_is_no_internal_error(tmp_path: Path) -> Non
 
 
 def test_without_a_network_the_data_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+    import time
 
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach 'EleutherAI/lambada_openai' on the Hub (OfflineModeIsEnabled)")
+    import huggingface_hub
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(NetworkError, match=r"EleutherAI/lambada_openai.*OfflineModeIsEnabled.*--data DIR") as failure:
+    def no_route(*_: object, **__: object) -> None:
+        raise OSError("Name or service not known")
+
+    class Session:
+        head = get = request = stream = no_route
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    started = time.perf_counter()
+    with pytest.raises(NetworkError, match=r"EleutherAI/lambada_openai.*--data DIR") as failure:
         load_tasks(plan_tasks(("lambada",), None), tmp_path)
     assert failure.value.exit_code == 1
+    assert time.perf_counter() - started < 10
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
