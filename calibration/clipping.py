@@ -14,6 +14,7 @@ from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, 
 LEAST_GAIN = 0.05
 STEPS_PER_OCTAVE = 8
 SEARCHED_OCTAVES = 12  # the first token of a text may hold values a thousand times those of the others
+FAR_BEYOND = 4.0  # times the least error so far: narrower ranges only clip more
 _POINTS = 4  # a bin stands for this many values spread over it
 
 
@@ -22,8 +23,12 @@ def choose_clip(seen: LatentRange, dtype: CacheDtype, granularity: Granularity) 
     if seen.amax == 0:
         return None if granularity == "token" else 1.0  # zeros stay zeros in any range
     candidates = [seen.amax * 2 ** (-k / STEPS_PER_OCTAVE) for k in range(SEARCHED_OCTAVES * STEPS_PER_OCTAVE)]
-    errors = [clip_error(seen, dtype, granularity, clip) for clip in candidates]
-    best = min(range(len(errors)), key=errors.__getitem__)
+    errors: list[float] = []
+    for clip in candidates:
+        errors.append(clip_error(seen, dtype, granularity, clip))
+        if errors[-1] > FAR_BEYOND * min(errors):
+            break
+    best = errors.index(min(errors))
     if errors[best] < (1 - LEAST_GAIN) * errors[0]:
         return candidates[best]
     return None if granularity == "token" else seen.amax

@@ -29,6 +29,9 @@ def build_report(
     cost: HeldOutCost,
     fitted: CalibrationTexts,
     unseen: CalibrationTexts,
+    *,
+    watched_in: torch.dtype,
+    measured_in: torch.dtype,
 ) -> dict[str, Any]:
     """The report as a JSON object."""
     layers = [_layer_report(scheme, ranges, cost, i) for i in range(model.spec.num_layers)]
@@ -45,6 +48,7 @@ def build_report(
             "tokens": fitted.tokens,
             "skipped": fitted.skipped,
             "heldout_sequences": len(unseen.lengths),
+            "dtype": str(watched_in).removeprefix("torch."),
         },
         "bytes_per_token": {
             "unquantised": _bytes_per_token(model, None),
@@ -56,6 +60,7 @@ def build_report(
             "ppl_change_percent": change,
             "kl": cost.kl,
             "tokens": cost.tokens,
+            "dtype": str(measured_in).removeprefix("torch."),
         },
         "layers": layers,
         "warnings": _warnings(layers, change),

@@ -203,6 +203,18 @@ def test_half_precision_calibrates_too(checkpoint: Path) -> None:
         assert half["amax"] == pytest.approx(full["amax"], rel=0.05)
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_ranges_are_watched_in_bfloat16_where_the_cpu_multiplies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native, raising=False)
+    checkpoint = converted(tmp_path, dtype=torch.bfloat16)
+    report = calibrate(str(checkpoint), None, options(checkpoint), CPU)
+    assert report["calibration"]["dtype"] == ("bfloat16" if native else "float32")
+    assert report["heldout"]["dtype"] == "float32"  # so small a cost would drown in bfloat16's rounding
+    assert report["bytes_per_token"]["unquantised"] == 2 * (24 + 8) * 2
+
+
 def test_dynamic_rotation_goes_by_each_sequences_own_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     checkpoint = converted(tmp_path, max_position_embeddings=16, rope_parameters=rope)
