@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from mla_cli.console import progress
 from mla_cli.errors import InputError, MlaError, UnsupportedError
 from mla_cli.evaluation.generation import Prompt, continue_greedily
-from mla_cli.evaluation.requests import Request, cut_at_stops, encode_pair, stop_list
+from mla_cli.evaluation.requests import Request, cut_at_stops, encode_pair, no_prefix, stop_list
 from mla_cli.evaluation.scoring import Quantizers, Score, batches, score, token_budget
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer
@@ -86,11 +86,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         owners: list[int] = []
         for owner, instance in enumerate(requests):
             tokens = self.tokenizer.encode(instance.args[0])
-            if self.prefix_token_id is None:
-                raise MlaError(
-                    "a text without context cannot be scored: the tokenizer has neither a BOS nor an EOS token"
-                )
-            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
+            for window in get_rolling_token_windows(tokens, self._prefix(), self.max_length, context_len=1):
                 context, continuation = make_disjoint_window(window)
                 windows.append(Request(tuple(context), tuple(continuation)))
                 owners.append(owner)
@@ -118,6 +114,11 @@ class HarnessModel(LM):  # type: ignore[misc]
             for index, tokens in zip(batch, ids, strict=True):
                 written[index] = cut_at_stops(self.tokenizer.decode(tokens), prompts[index][1])
         return [written[index] for index in range(len(prompts))]
+
+    def _prefix(self) -> int:
+        if self.prefix_token_id is None:
+            raise no_prefix()
+        return self.prefix_token_id
 
     def _request(self, context: str, continuation: str) -> Request:
         encode = self.tokenizer.encode
@@ -155,9 +156,7 @@ class HarnessModel(LM):  # type: ignore[misc]
             text = self.tokenizer.decode(ids)
             return any(stop in text for stop in stops if stop)
 
-        tokens = self.tokenizer.encode(context)[-room:]
-        if not tokens:
-            tokens = [] if self.prefix_token_id is None else [self.prefix_token_id]
+        tokens = self.tokenizer.encode(context)[-room:] or [self._prefix()]
         return Prompt(tuple(tokens), max_new, finished), stops
 
 

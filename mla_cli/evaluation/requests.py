@@ -52,13 +52,18 @@ def encode_pair(encode: Encode, encode_bare: Encode, prefix: int | None, context
 
 def _without_context(continuation: list[int], prefix: int | None) -> Request:
     if prefix is None:
-        raise MlaError(
-            "a text without context cannot be scored: the tokenizer has neither a BOS nor an EOS token",
-            fix="use a task whose items have a context",
-        )
+        raise no_prefix()
     if len(continuation) > 1 and continuation[0] == prefix:
         return Request((prefix,), tuple(continuation[1:]))
     return Request((prefix,), tuple(continuation))
+
+
+def no_prefix() -> MlaError:
+    """Nothing can stand for an empty context."""
+    return MlaError(
+        "a text without context cannot be evaluated: the tokenizer has neither a BOS nor an EOS token",
+        fix="use a task whose items have a context",
+    )
 
 
 def clip(request: Request, max_length: int) -> Request:
