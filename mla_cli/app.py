@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mla_cli import __version__, console
+from mla_cli.commands.calibrate import calibrate
 from mla_cli.commands.convert import convert
 from mla_cli.commands.eval import command as evaluate
 from mla_cli.commands.generate import generate
@@ -40,6 +41,7 @@ class Command:
 # In the order of `mla --help`. A command's file imports nothing heavy at its top: listing it here costs milliseconds.
 COMMANDS: tuple[Command, ...] = (
     Command("convert", convert, "--samples, --seq-len or --fisher-samples"),
+    Command("calibrate", calibrate, "--samples or --seq-len"),
     Command("generate", generate, "--max-batch, --max-context or --kv-dtype int8"),
     Command("eval", evaluate, "--batch-size or --limit"),
     Command("inspect", inspect),

@@ -22,8 +22,8 @@ OUT = ROOT / "demo-out"
 RATIO = "2"
 PROMPT = "Explain in two sentences why the sky is blue."
 # Enough for a fair picture within a quarter of an hour on two cores; the README says what full runs use.
-SAMPLES, FISHER_SAMPLES, SELF_SAMPLES, CALIBRATION_SAMPLES = "128", "48", "48", "64"
-WINDOWS, ITEMS = "12", "100"
+SAMPLES, FISHER_SAMPLES, SELF_SAMPLES, CALIBRATION_SAMPLES = "64", "40", "48", "48"
+WINDOWS, ITEMS = "8", "60"
 
 
 def main() -> int:
@@ -100,7 +100,7 @@ def summary(
     bf16, int8 = quality["bf16"], quality["int8"]
     cache = converted["cache_bytes_per_token"]
     layers = len(converted["layers"])
-    int8_bytes = calibrated["bytes_per_token"]["quantized"]
+    int8_bytes = calibrated["bytes_per_token"]["quantised"]
     rows: list[tuple[str, str, str, str]] = [
         ("", "source", "latent", "latent, int8"),
         (
