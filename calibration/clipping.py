@@ -35,22 +35,23 @@ def choose_clip(seen: LatentRange, dtype: CacheDtype, granularity: Granularity) 
 
 
 def clip_error(seen: LatentRange, dtype: CacheDtype, granularity: Granularity, clip: float) -> float:
-    """Mean over tokens of the squared error relative to the square of the token's largest value.
+    """Mean over tokens of the squared error over the token's largest value.
 
-    Relative, because a few tokens with huge latents (the first of a text, often) would decide alone otherwise.
+    Unweighted, a few tokens with huge latents (the first of a text, often) would decide alone; weighted by the inverse square,
+    they would be given up. On SmolLM2-135M at ratio 2, static INT8: KL 6.7e-4 so, 6.3e-4 and 8.4e-4 with those.
     """
     own = seen.rows <= clip if granularity == "token" else torch.zeros_like(seen.rows, dtype=torch.bool)  # [R]
     total = 0.0
     if bool(own.any()):
-        # In a token's own range the relative error is the same at every size.
+        # In a token's own range the error relative to its largest value is the same at every size.
         per_share = _squared_error(_shares(), LatentQuantizer(dtype, "static", 1.0))  # [COLUMNS]
-        total += float((seen.counts[own].double() @ per_share).sum())
+        total += float(seen.rows[own] @ (seen.counts[own].double() @ per_share))
     cut = ~own & (seen.rows > 0)
     if bool(cut.any()):
         rows = seen.rows[cut]
         values = rows[:, None, None] * _shares()  # [R, COLUMNS, points]
         error = _squared_error(values, LatentQuantizer(dtype, "static", clip))  # [R, COLUMNS]
-        total += float(((seen.counts[cut] * error).sum(dim=-1) / rows.square()).sum())
+        total += float(((seen.counts[cut] * error).sum(dim=-1) / rows).sum())
     return total / seen.tokens
 
 
