@@ -154,5 +154,5 @@ def command(
         raise QualityError(
             f"more than {max_drop:g} % worse than the baseline: {missed}",
             where=ckpt,
-            fix="convert with a smaller ratio or more healing, or accept more with --max-drop",
+            fix="convert with a smaller ratio, or accept more with --max-drop",
         )
