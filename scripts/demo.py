@@ -22,7 +22,7 @@ OUT = ROOT / "demo-out"
 RATIO = "2"
 PROMPT = "Explain in two sentences why the sky is blue."
 # Enough for a fair picture within a quarter of an hour on two cores; the README says what full runs use.
-SAMPLES, FISHER_SAMPLES, SELF_SAMPLES, CALIBRATION_SAMPLES = "64", "40", "48", "48"
+SAMPLES, FISHER_SAMPLES, SELF_SAMPLES, CALIBRATION_SAMPLES = "48", "32", "32", "24"
 WINDOWS, ITEMS = "8", "60"
 
 
