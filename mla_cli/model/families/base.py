@@ -40,7 +40,6 @@ class Family:
         tensors: decoder to rules, keyed by the decoder's own (Llama-style) tensor names; the set of names in the file
             is given for families whose names have variants.
         skipped: patterns of tensors in a file that carry no weights of the model.
-        deepseek_source: whether a conversion can be written in the stock DeepSeek form.
     """
 
     model_types: tuple[str, ...]
@@ -76,6 +75,10 @@ _MATHEMATICAL = re.compile(
 
 def check_keys(config: Config, understood: frozenset[str], model_type: str) -> None:
     """Refuse, by name, configuration keys that may change the mathematics and that the family does not understand."""
+    if not config.get("is_causal", True):
+        raise UnsupportedError(
+            "config.json: a model whose tokens see what comes after them is no decoder", where="config.json: is_causal"
+        )
     for key, value in config.items():
         if key in understood or key in NEUTRAL_KEYS or not value:
             continue
@@ -88,15 +91,29 @@ def check_keys(config: Config, understood: frozenset[str], model_type: str) -> N
             )
 
 
-def integer(config: Config, key: str, default: int | None = None, *, least: int = 1) -> int:
+# No model comes near either. Past them a damaged number would exhaust memory or a float before a shape is compared.
+LARGEST_INTEGER = 1 << 40
+MOST_LAYERS = 10_000
+
+
+def integer(
+    config: Config, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST_INTEGER
+) -> int:
     """A whole number of the configuration; absent and null mean the default."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
         raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix="restore the original file")
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"config.json: {key} must be a whole number of at least {least}, not {value!r}", where=key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InputError(
+            f"config.json: {key} must be a whole number from {least} to {most:,}, not {_short(value)}", where=key
+        )
     return value
+
+
+def layer_count(config: Config, key: str = "num_hidden_layers") -> int:
+    """Number of layers."""
+    return integer(config, key, most=MOST_LAYERS)
 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
@@ -105,9 +122,17 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     value = default if value is None else value
     if value is None:
         raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix="restore the original file")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise InputError(f"config.json: {key} must be a positive number, not {value!r}", where=key)
+    # Bounded by what float32 holds: the decoder computes in it.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-37 < value < 1e37:
+        raise InputError(
+            f"config.json: {key} must be a positive number that float32 holds, not {_short(value)}", where=key
+        )
     return float(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def flag(config: Config, key: str, default: bool = False) -> bool:
@@ -115,18 +140,19 @@ def flag(config: Config, key: str, default: bool = False) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise InputError(f"config.json: {key} must be true or false, not {value!r}", where=key)
+        raise InputError(f"config.json: {key} must be true or false, not {_short(value)}", where=key)
     return value
 
 
 def activation(config: Config, key: str, default: str) -> str:
     """The MLP's activation, refused by name when unknown."""
-    name = config.get(key) or default
-    if name not in ACTIVATIONS:
+    name = config.get(key)
+    name = default if name is None else name
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedError(
-            f"config.json: activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}", where=key
+            f"config.json: activation {_short(name)} is not supported; known: {', '.join(ACTIVATIONS)}", where=key
         )
-    return str(name)
+    return name
 
 
 def head_counts(config: Config) -> tuple[int, int]:
@@ -156,9 +182,38 @@ _ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {  # type -> (needed, allowed
             "mscale",
             "mscale_all_dim",
             "truncate",
+            "finetuned",  # a note of the first YaRN models, read by nobody
         },
     ),
 }
+
+
+def rope_entries(config: Config) -> tuple[str, Config]:
+    """The key that holds the rotary entries, and what it holds: `rope_parameters` (new) or `rope_scaling` (old).
+
+    Raises:
+        InputError: no object, or both are there and disagree (programs differ in which one they take).
+    """
+    found = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    for key, entries in found.items():
+        if not isinstance(entries, dict):
+            raise InputError(f"config.json: {key} must be an object, not {_short(entries)}", where=key)
+    if len(found) == 2:
+        new, old = (_complete(config, entries) for entries in found.values())
+        differing = sorted(key for key in new.keys() | old.keys() if new.get(key) != old.get(key))
+        if differing:
+            raise InputError(
+                f"config.json: rope_parameters and rope_scaling disagree about '{differing[0]}'",
+                where="rope_parameters, rope_scaling",
+                fix="keep the one that the model was trained with",
+            )
+    return next(iter(found.items()), ("rope_parameters", {}))
+
+
+def _complete(config: Config, entries: Config) -> Config:
+    kind = entries.get("rope_type") or entries.get("type") or "default"
+    said = {key: value for key, value in entries.items() if value is not None and key != "type"}
+    return {"rope_theta": config.get("rope_theta", 10000.0), **said, "rope_type": kind}
 
 
 def rotary(config: Config, dim: int) -> RotarySpec:
@@ -167,16 +222,11 @@ def rotary(config: Config, dim: int) -> RotarySpec:
     Raises:
         InputError: a key that the type needs is missing. UnsupportedError: an unknown type or key.
     """
-    where, rope = "rope_scaling", config.get("rope_scaling")
-    if config.get("rope_parameters"):
-        where, rope = "rope_parameters", config["rope_parameters"]
-    rope = rope or {}
-    if not isinstance(rope, dict):
-        raise InputError(f"config.json: {where} must be an object, not {rope!r}", where=where)
+    where, rope = rope_entries(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise UnsupportedError(
-            f"config.json: rope type {kind!r} is not supported; known: {', '.join(_ROPE_KEYS)}",
+            f"config.json: rope type {_short(kind)} is not supported; known: {', '.join(_ROPE_KEYS)}",
             where=f"{where}.rope_type",
         )
     needed, allowed = _ROPE_KEYS[kind]
@@ -187,23 +237,32 @@ def rotary(config: Config, dim: int) -> RotarySpec:
     for key, value in rope.items():
         if key not in needed | allowed | common and value is not None:
             raise UnsupportedError(f"config.json: {where} of type '{kind}' has the unknown key '{key}'", where=key)
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedError(
-            "config.json: partial rotary embeddings are not supported here", where="partial_rotary_factor"
-        )
+    for entries in (config, rope):
+        if entries.get("partial_rotary_factor") not in (None, 1):
+            raise UnsupportedError(
+                "config.json: partial_rotary_factor: partial rotary embeddings are not supported here",
+                where="partial_rotary_factor",
+            )
     longest = integer(config, "max_position_embeddings", 2048)
     # transformers: dynamic scaling counts from max_position_embeddings, the others from the original context.
     trained = longest if kind == "dynamic" else integer(rope, "original_max_position_embeddings", longest)
     theta = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
     if dim % 2:
         raise InputError(f"config.json: rotary dimension {dim} is odd", where="head_dim")
+    if kind == "dynamic" and dim == 2:
+        raise InputError("config.json: dynamic scaling of a single frequency has no value", where=f"{where}.rope_type")
+    if kind == "yarn" and theta <= 1:
+        raise InputError(f"config.json: yarn scaling needs a rope_theta above 1, not {theta}", where="rope_theta")
+    low, high = number(rope, "low_freq_factor", 1.0), number(rope, "high_freq_factor", 4.0)
+    if kind == "llama3" and low >= high:
+        raise InputError(f"config.json: low_freq_factor {low} is not below high_freq_factor {high}", where=where)
     return RotarySpec(
         dim=dim,
         theta=theta,
         kind=RopeKind.__args__[RopeKind.__args__.index(kind)],  # type: ignore[attr-defined]
         factor=number(rope, "factor", 1.0),
-        low_freq_factor=number(rope, "low_freq_factor", 1.0),
-        high_freq_factor=number(rope, "high_freq_factor", 4.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position_embeddings=trained,
         attention_factor=_yarn_attention_factor(rope) if kind == "yarn" else 1.0,
         beta_fast=number(rope, "beta_fast", 32.0),

@@ -11,7 +11,9 @@ from mla_cli.model.families.base import (
     check_keys,
     flag,
     integer,
+    layer_count,
     number,
+    rope_entries,
     rotary,
     yarn_mscale,
 )
@@ -24,7 +26,8 @@ _MOE_KEYS = """n_routed_experts n_shared_experts num_experts_per_tok moe_interme
     router_aux_loss_coef router_jitter_noise"""
 _KEYS = frozenset(
     f"""hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
-    max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters attention_bias mlp_bias rope_interleave
+    max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor attention_bias mlp_bias
+    rope_interleave
     kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim first_k_dense_replace
     num_nextn_predict_layers num_mtp_layers {_MOE_KEYS}""".split()
 )
@@ -32,7 +35,7 @@ _KEYS = frozenset(
 
 def _spec(config: Config) -> DecoderSpec:
     check_keys(config, _KEYS, config["model_type"])
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     dense = integer(config, "first_k_dense_replace", 0 if config["model_type"] == "deepseek_v2" else 3, least=0)
     if dense < layers and config.get("n_routed_experts", 256) is not None:
         raise UnsupportedError(
@@ -43,9 +46,9 @@ def _spec(config: Config) -> DecoderSpec:
     rope_dim, nope_dim = integer(config, "qk_rope_head_dim"), integer(config, "qk_nope_head_dim")
     rope = rotary(config, rope_dim)
     scale = (nope_dim + rope_dim) ** -0.5
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.kind != "default" and parameters.get("mscale_all_dim"):
-        scale *= yarn_mscale(rope.factor, parameters["mscale_all_dim"]) ** 2
+    _, parameters = rope_entries(config)
+    if rope.kind == "yarn" and parameters.get("mscale_all_dim"):
+        scale *= yarn_mscale(rope.factor, number(parameters, "mscale_all_dim")) ** 2
     bias = flag(config, "attention_bias")
     attention = LatentAttentionSpec(
         num_heads=heads,

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from mla_cli.errors import InputError
-from mla_cli.model.families.base import Config, Family, TensorRule, activation, check_keys, flag, integer, number
+from mla_cli.model.families.base import (
+    Config,
+    Family,
+    TensorRule,
+    activation,
+    check_keys,
+    flag,
+    integer,
+    layer_count,
+    number,
+)
 from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
 
 _KEYS = frozenset(
@@ -45,7 +55,7 @@ def _spec(config: Config) -> DecoderSpec:
                 kv_bias=True,
                 o_bias=True,
             )
-            for i in range(integer(config, "n_layer"))
+            for i in range(layer_count(config, "n_layer"))
         ),
         learned_positions=True,
     )

@@ -12,6 +12,7 @@ from mla_cli.model.families.base import (
     flag,
     head_counts,
     integer,
+    layer_count,
     number,
     rotary,
 )
@@ -19,9 +20,13 @@ from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
 
 _KEYS = frozenset(
     """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
-    max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters attention_bias mlp_bias
+    max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor attention_bias mlp_bias
     sliding_window use_sliding_window layer_types""".split()
 )
+
+
+# In the native form no tensor has this width, so nothing else would stop a damaged one from filling the memory.
+MOST_HEAD_DIM = 1 << 16
 
 
 def _spec(config: Config, *, q_kv_bias: bool, o_bias: bool, mlp_bias: bool, windows: list[int | None]) -> DecoderSpec:
@@ -29,7 +34,7 @@ def _spec(config: Config, *, q_kv_bias: bool, o_bias: bool, mlp_bias: bool, wind
     hidden = integer(config, "hidden_size")
     if config.get("head_dim") is None and hidden % heads:
         raise InputError(f"config.json: hidden_size {hidden} is not a multiple of {heads} heads", where="hidden_size")
-    head_dim = integer(config, "head_dim", hidden // heads)
+    head_dim = integer(config, "head_dim", hidden // heads, most=MOST_HEAD_DIM)
     rope = rotary(config, head_dim)
     return DecoderSpec(
         model_type=config["model_type"],
@@ -50,32 +55,40 @@ def _spec(config: Config, *, q_kv_bias: bool, o_bias: bool, mlp_bias: bool, wind
     )
 
 
+def _with_context(config: Config, default: int) -> Config:
+    return {**config, "max_position_embeddings": integer(config, "max_position_embeddings", default)}
+
+
 def _llama(config: Config) -> DecoderSpec:
     check_keys(config, _KEYS - {"sliding_window", "use_sliding_window", "layer_types"}, "llama")
     bias = flag(config, "attention_bias")
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     return _spec(config, q_kv_bias=bias, o_bias=bias, mlp_bias=flag(config, "mlp_bias"), windows=[None] * layers)
 
 
 def _mistral(config: Config) -> DecoderSpec:
     check_keys(config, _KEYS - {"use_sliding_window", "attention_bias", "mlp_bias", "layer_types"}, "mistral")
+    config = _with_context(config, 131072)
     window = config.get("sliding_window", 4096)  # absent means 4096, null means none
     window = None if window is None else integer(config, "sliding_window", 4096)
-    layers = integer(config, "num_hidden_layers")
+    layers = layer_count(config)
     return _spec(config, q_kv_bias=False, o_bias=False, mlp_bias=False, windows=[window] * layers)
 
 
 def _qwen2(config: Config) -> DecoderSpec:
     check_keys(config, _KEYS - {"attention_bias", "mlp_bias"}, "qwen2")
-    layers = integer(config, "num_hidden_layers")
+    config = _with_context(config, 32768)
+    layers = layer_count(config)
     windows: list[int | None] = [None] * layers
-    if flag(config, "use_sliding_window"):
-        window = integer(config, "sliding_window", 4096)
+    window = config.get("sliding_window", 4096)  # absent means 4096, null means none
+    if flag(config, "use_sliding_window") and window is not None:
+        window = integer(config, "sliding_window")
         first = integer(config, "max_window_layers", 28, least=0)
         kinds = config.get("layer_types") or [
             "sliding_attention" if i >= first else "full_attention" for i in range(layers)
         ]
-        if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        known = ("sliding_attention", "full_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
             raise InputError(f"config.json: layer_types must name {layers} known attention types", where="layer_types")
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     return _spec(config, q_kv_bias=True, o_bias=False, mlp_bias=False, windows=windows)

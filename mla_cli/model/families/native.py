@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cli.errors import InputError, UnsupportedError
-from mla_cli.model.families.base import Config, Family, TensorRule, flag, integer
+from mla_cli.model.families.base import Config, Family, TensorRule, check_keys, flag, integer
 from mla_cli.model.families.deepseek import latent_attention_shapes
 from mla_cli.model.families.gpt2 import GPT2
 from mla_cli.model.families.llama import LLAMA, MISTRAL, QWEN2
@@ -59,6 +59,7 @@ def _source(config: Config) -> tuple[Family, DecoderSpec]:
 
 
 def _spec(config: Config) -> DecoderSpec:
+    check_keys(config, frozenset(("mla", "source_config", "max_position_embeddings")), "mla_native")
     _, source = _source(config)
     mla = config.get("mla")
     if not isinstance(mla, dict) or not isinstance(mla.get("layers"), list):
@@ -66,6 +67,10 @@ def _spec(config: Config) -> DecoderSpec:
     if mla.get("version") != VERSION:
         raise UnsupportedError(
             f"native form version {mla.get('version')!r} is not {VERSION}", where="config.json: mla.version"
+        )
+    if set(mla) - {"version", "layers"}:
+        raise UnsupportedError(
+            f"unknown entries {sorted(set(mla) - {'version', 'layers'})} in 'mla'", where="config.json: mla"
         )
     if len(mla["layers"]) != source.num_layers:
         raise InputError(
@@ -85,10 +90,13 @@ def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAtten
     frequencies = entry.get("frequencies")
     if rope_dim and source.rotary is None:
         raise InputError("a rotary key in a model without rotary embedding", where=where)
-    if frequencies is not None:
+    if frequencies is not None or rope_dim:
         known = source.rotary.dim // 2 if source.rotary else 0
-        sound = isinstance(frequencies, list) and len(frequencies) * 2 == rope_dim
-        if not sound or any(not isinstance(f, int) or not 0 <= f < known for f in frequencies):
+        if (
+            not isinstance(frequencies, list)
+            or len(frequencies) * 2 != rope_dim
+            or any(type(f) is not int or not 0 <= f < known for f in frequencies)
+        ):
             raise InputError(f"frequencies must be {rope_dim // 2} indices below {known}", where=where)
         frequencies = tuple(frequencies)
     return LatentAttentionSpec(
