@@ -13,6 +13,7 @@ import torch
 
 from mla_cli.calibration.choose_texts import choose_texts
 from mla_cli.calibration.texts import CalibrationTexts, split_heldout
+from mla_cli.checkpoint.disk import remove
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.writer import check_output, replace_files
 from mla_cli.console import note
@@ -24,6 +25,7 @@ from mla_cli.converters.options import HELD_OUT, PILOT_HELD_OUT, PILOT_SAMPLES, 
 from mla_cli.converters.plan import (
     DEFAULT_RATIO,
     ConversionPlan,
+    Form,
     choose_form,
     make_plan,
     rope_candidates,
@@ -32,7 +34,7 @@ from mla_cli.converters.plan import (
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.statistics import SourceStatistics
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
-from mla_cli.errors import InputError, MlaError
+from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.model.tokenizer import load_tokenizer
 
 # Rounding the weights to bfloat16 moves the held-out loss by about 1e-3 nats; a wrong tensor by far more than this.
@@ -46,11 +48,22 @@ def plan_conversion(model: ModelSource, options: ConvertOptions) -> list[Convers
         UsageError: an option is outside its range for this model.
     """
     form, reason = choose_form(model.spec, options.format)
+    try:
+        return _plans(model, options, form, reason)
+    except UsageError as refusal:
+        if options.format != "auto" or form == "native":
+            raise
+        return _plans(model, options, "native", refusal.what)
+
+
+def _plans(model: ModelSource, options: ConvertOptions, form: Form, reason: str) -> list[ConversionPlan]:
     shape = {"ratio": options.ratio, "kv_lora_rank": options.kv_lora_rank}
     whole = standard_layers(model.spec)[0]
     widths = [options.qk_rope_head_dim]
     if options.qk_rope_head_dim is None:
-        budget = int(whole.cached_per_token / (options.ratio or DEFAULT_RATIO)) if options.kv_lora_rank is None else 1 << 30
+        budget = (
+            int(whole.cached_per_token / (options.ratio or DEFAULT_RATIO)) if options.kv_lora_rank is None else 1 << 30
+        )
         widths = list(rope_candidates(model.spec, form, budget))
         if options.kv_lora_rank is not None:
             widths = widths[:1]  # the rank is fixed, so a wider rotary key only adds quality
@@ -73,8 +86,10 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         check_output(out, options.force, source=model.source.folder)
         dtype = output_dtype(model.stored_dtype, plans[0].form, options.dtype)
         notes = [*model.notes]
-        if dtype != model.stored_dtype:
-            notes.append(f"weights are written in {_name(dtype)} (the source has {_name(model.stored_dtype)})")
+        stored = {model.source.tensors.infos[rule.source].dtype for rule in model.rules.values()}
+        if stored != {dtype}:
+            found = ", ".join(sorted(_name(kind) for kind in stored))
+            notes.append(f"weights are written in {_name(dtype)} (the source has {found})")
     for line in notes:
         note(line)
     note(f"writing the {plans[0].form} form: {plans[0].reason}")
@@ -108,9 +123,13 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         write_checkpoint(
             model, plan, closed.narrow, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
         )
-    with _timed(timings, "verify"):
-        held_out = _held_out(bank, closed, unseen, batches, out)
-        verification = _verify(held_out, out)
+    try:
+        with _timed(timings, "verify"):
+            held_out = _held_out(bank, closed, unseen, batches, out)
+            verification = _verify(held_out, out)
+    except BaseException:
+        remove(out.resolve())  # unverified, it would look complete
+        raise
     timings.seconds["total"] = sum(timings.seconds.values())
     report = build_report(
         source=source,
@@ -189,7 +208,7 @@ def _verify(held_out: dict[str, Loss], out: Path) -> dict[str, Any]:
         raise MlaError(
             f"the written checkpoint's held-out loss is {moved:+.3f} nats off what was computed",
             where=out,
-            fix="do not use it; the disk may have failed, otherwise report this with mla_report.json",
+            fix="it was removed; check the disk, and report this if it comes again",
         )
     return {"reloaded": True, "nll_difference": moved}
 

@@ -22,6 +22,7 @@ from mla_cli.model.latent_weights import LatentWeights
 
 Objective = Literal["fisher", "activation", "weight"]
 
+CONSTANT = 1e-10  # share of the input's energy below which its variation is rounding
 DAMPING = 1e-4  # of the mean eigenvalue: directions that calibration hardly saw keep a small weight
 
 
@@ -39,7 +40,7 @@ class Spectrum:
 def moment_root(moment: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
     """`M^{1/2}` and `M^{-1/2}` of a symmetric second moment, damped relative to its mean eigenvalue.
 
-    A moment of zeros (nothing was seen) gives the identity.
+    A moment of zeros (a layer without gradient) gives the identity.
     """
     values, vectors = torch.linalg.eigh((moment + moment.T) / 2)
     values = values.clamp(min=0)
@@ -95,6 +96,11 @@ def factorize(
     if rank == wide:  # nothing to drop: rather exact to the last bit than ordered by importance
         return weights, Spectrum(torch.zeros(wide, dtype=torch.float64))
     cov, mean = covariance(input_moment)
+    energy = float(input_moment.diagonal()[:-1].mean())
+    if float(cov.diagonal().mean()) <= CONSTANT * energy:
+        # No gradient reached the layer, or every token was the same: what is left is rounding, and dividing by its root
+        # would blow up every other input.
+        cov = torch.eye(len(mean), dtype=cov.dtype) * (energy or 1.0)
     a, rope = weights.down[:wide], weights.down[wide:]
     c_root, c_inverse = moment_root(cov) if weigh_input else (torch.eye(hidden, dtype=a.dtype),) * 2
     f_root, f_inverse = (

@@ -50,14 +50,14 @@ def measure(
         first = next(iter(frames.values()))
         tokens = tokens[:, : int(counts.max())].to(first.device)
         with torch.no_grad():
-            positions = begin_step(first.spec, tokens.shape, first.device).positions
+            positions = begin_step(first.spec, tokens.shape, first.device, lengths=counts).positions
             hidden = {name: frame.embed(tokens, positions) for name, frame in frames.items()}
             for index in range(first.spec.num_layers):
                 for name, (frame, layer_at) in stages.items():
                     layer = layer_at(index)
                     for i in range(0, tokens.shape[0], batches.sequences_per_micro):
                         m = slice(i, i + batches.sequences_per_micro)
-                        step = begin_step(frame.spec, tokens[m].shape, frame.device)
+                        step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
                         hidden[name][m] = layer(hidden[name][m], step)
                 tick()
             for row in range(tokens.shape[0]):

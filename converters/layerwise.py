@@ -82,7 +82,7 @@ def run(
         micros = [
             slice(i, i + batches.sequences_per_micro) for i in range(0, tokens.shape[0], batches.sequences_per_micro)
         ]
-        step = begin_step(frame.spec, tokens.shape, frame.device)
+        step = begin_step(frame.spec, tokens.shape, frame.device, lengths=counts)
         with torch.no_grad():
             hidden = torch.cat([frame.embed(tokens[m], step.positions[m]) for m in micros])  # [N, T, D]
         between = [hidden]
@@ -92,7 +92,7 @@ def run(
             with torch.no_grad():
                 for m in micros:
                     record: Record = {}
-                    micro_step = begin_step(frame.spec, tokens[m].shape, frame.device)
+                    micro_step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
                     hidden[m] = layer(between[-1][m], micro_step, record)
                     if observe is not None:
                         observe(index, record, valid[m])
@@ -111,7 +111,7 @@ def run(
             for m in micros:
                 record = {}
                 x = between[-1][m].detach().requires_grad_(True)
-                micro_step = begin_step(frame.spec, tokens[m].shape, frame.device)
+                micro_step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
                 with torch.enable_grad():
                     out = layer(x, micro_step, record)
                     # The first layer's input gradient is not needed by anyone, but costs little.

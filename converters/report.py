@@ -112,7 +112,7 @@ def model_card(report: dict[str, Any], command: str) -> str:
     first = report["layers"][0]
     lines = [
         "---",
-        "library_name: transformers",
+        *(["library_name: transformers"] if report["format"] == "deepseek" else []),
         "tags: [mla, multi-head-latent-attention, kv-cache]",
         "---",
         f"# {report['source']} with multi-head latent attention",

@@ -56,7 +56,7 @@ def split_rotary(
             converters do; for comparison).
 
     Returns:
-        Weights in float64 with `r = 2 G d` and `qk_rope_head_dim = 2 len(slots)`.
+        Weights in float64 on the CPU, where the moments are, with `r = 2 G d` and `qk_rope_head_dim = 2 len(slots)`.
     """
     s, hidden = attention.spec, attention.q_proj.in_features
     groups, per_group, d = s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim
@@ -136,7 +136,7 @@ def split_rotary(
         down[:, hidden],
         torch.cat((eye, nothing), dim=-1),
         torch.cat((nothing, eye), dim=-1),
-        attention.o_proj.weight.detach().double(),
+        attention.o_proj.weight.detach().cpu().double(),
         bias_or_zeros(attention.o_proj),
     ).with_needed_biases()
 
@@ -162,4 +162,4 @@ def split_error(
 
 def _augmented(linear: torch.nn.Linear) -> Tensor:
     # [out, in + 1]: the bias is what a constant input of 1 contributes.
-    return torch.cat((linear.weight.detach().double(), bias_or_zeros(linear)[:, None]), dim=1)
+    return torch.cat((linear.weight.detach().cpu().double(), bias_or_zeros(linear)[:, None]), dim=1)

@@ -82,8 +82,9 @@ def source_statistics(
         few = SEQUENCES - looked[layer]
         if specs[layer].rotary is not None and few > 0:
             part = {name: record[name][:few] for name in ("q", "k")}
-            step = begin_step(frame.spec, part["q"].shape[:2], part["q"].device)
-            found = attention_by_distance(part, step, specs[layer], valid[:few]).cpu()
+            real = valid[:few]
+            step = begin_step(frame.spec, real.shape, real.device, lengths=real.sum(dim=1))
+            found = attention_by_distance(part, step, specs[layer], real).cpu()
             looks[layer][:, : found.shape[1]] += found
             looked[layer] += len(part["q"])
         inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()

@@ -15,6 +15,7 @@ from mla_cli.checkpoint.load import ModelSource
 from mla_cli.checkpoint.writer import CheckpointWriter
 from mla_cli.console import progress
 from mla_cli.converters.plan import ConversionPlan
+from mla_cli.errors import UsageError
 from mla_cli.model.families.base import Config
 from mla_cli.model.families.native import native_config
 from mla_cli.model.latent_weights import LatentWeights
@@ -35,7 +36,17 @@ if __name__ == "__main__":
 
 
 def output_dtype(stored: torch.dtype, form: str, asked: str) -> torch.dtype:
-    """Type of the written weights: the stored one, but for float16 in the stock form, where the latent norm would round."""
+    """Type of the written weights: the stored one, but for float16 in the stock form, where the latent norm would round.
+
+    Raises:
+        UsageError: float16 was asked for in the stock form, whose constant channels it cannot hold.
+    """
+    if asked == "float16" and form == "deepseek":
+        raise UsageError(
+            "float16 cannot hold the constant channels of the stock DeepSeek form",
+            where="--dtype float16",
+            fix="use --dtype bfloat16 or float32, or --format native",
+        )
     if asked != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked]
     if stored == torch.float64:
@@ -53,7 +64,7 @@ def write_checkpoint(
     max_shard_bytes: int,
     force: bool,
 ) -> None:
-    """Write the converted checkpoint, all or nothing. The report is added afterwards, by `add_report`."""
+    """Write the converted checkpoint, all or nothing. The report, which needs the file, is added afterwards."""
     query_bias = any(bool(layer.q_bias.any()) for layer in layers)
     # In the native form a layer needs the same keys as the others only where the configuration says so; each says its own.
     layers = [layer.with_needed_biases() for layer in layers]

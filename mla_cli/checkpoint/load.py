@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -36,7 +38,11 @@ class ModelSource:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The data type most of the weights are stored in."""
-        return self.source.tensors.infos[self.rules["model.layers.0.self_attn.o_proj.weight"].source].dtype
+        numbers: Counter[torch.dtype] = Counter()
+        for name in {rule.source for rule in self.rules.values()}:
+            info = self.source.tensors.infos[name]
+            numbers[info.dtype] += math.prod(info.shape)
+        return numbers.most_common(1)[0][0]
 
     def tensor(self, name: str) -> Tensor:
         """One of the decoder's tensors, by the decoder's name, in its stored type.

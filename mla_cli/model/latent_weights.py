@@ -89,7 +89,7 @@ class LatentWeights:
 
 
 def bias_or_zeros(linear: nn.Linear) -> Tensor:
-    """A linear layer's bias in float64, zeros where it has none."""
+    """A linear layer's bias in float64 on the CPU, zeros where it has none."""
     if linear.bias is None:
-        return linear.weight.new_zeros(linear.out_features, dtype=torch.float64)
-    return linear.bias.detach().double()
+        return torch.zeros(linear.out_features, dtype=torch.float64)
+    return linear.bias.detach().cpu().double()
