@@ -148,7 +148,9 @@ def convert(
     if dry_run:
         _show_plan(src, chosen, json)
         return
-    command = shlex.join(["mla", *sys.argv[1:]]) if sys.argv[0].endswith("mla") else f"mla convert {src} {out}"
+    # Not from a program that calls `main` with arguments of its own: sys.argv would be that program's.
+    started = Path(sys.argv[0]).name in ("mla", "mla.exe", "__main__.py")
+    command = shlex.join(["mla", *(sys.argv[1:] if started else ("convert", src, str(out), "..."))])
     report = run_conversion(src, out, chosen, device=options.resolve_device(device), command=command)
     if json:
         console.result_json(report)

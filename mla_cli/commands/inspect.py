@@ -82,7 +82,7 @@ def _standard(model: ModelSource, element: int) -> dict[str, Any]:
         if obstacle
         else "the stock form says it all",
         "cache_bytes_per_token_at_ratio": {
-            str(ratio): model.spec.cached_per_token // ratio * element for ratio in RATIOS
+            str(ratio): sum(a.cached_per_token // ratio for a in model.spec.attention) * element for ratio in RATIOS
         },
     }
 
@@ -90,6 +90,8 @@ def _standard(model: ModelSource, element: int) -> dict[str, Any]:
 def _latent(model: ModelSource) -> dict[str, Any]:
     import json
 
+    from mla_cli.checkpoint.kv_cache import KEY, read_scheme
+    from mla_cli.errors import InputError
     from mla_cli.model.spec import LatentAttentionSpec
 
     layers = [
@@ -97,7 +99,12 @@ def _latent(model: ModelSource) -> dict[str, Any]:
         for a in model.spec.attention
         if isinstance(a, LatentAttentionSpec)
     ]
-    found: dict[str, Any] = {"latent_layers": layers, "kv_cache": model.source.config.get("mla_kv_cache")}
+    found: dict[str, Any] = {"latent_layers": layers, "kv_cache": None}
+    try:
+        if read_scheme(model.source.config, model.spec) is not None:
+            found["kv_cache"] = model.source.config[KEY]
+    except InputError as unsound:
+        found["notes"] = [*model.notes, str(unsound)]
     report = model.source.folder / "mla_report.json"
     if report.is_file():
         try:
@@ -142,10 +149,16 @@ def _latent_lines(facts: dict[str, Any]) -> list[str]:
     lines.append(f"  calibrated   {scheme['dtype']}, {scheme['granularity']} scales" if scheme else "  calibrated   no")
     made = facts.get("conversion")
     if made:
-        lines.append(f"  made from    {made.get('source')}, ratio {made.get('ratio', 0):.3g}")
+        lines.append(f"  made from    {made.get('source')}, ratio {_number(made.get('ratio'), '.3g')}")
         lines.append("  layer        rotary split error, factorisation error (shares of what each step had to keep)")
-        lines += [
-            f"  {index:5}        {layer['rope_split_error']:.3f}  {layer['factorization_error']:.3f}"
-            for index, layer in enumerate(made.get("layers", []))
-        ]
+        layers = made.get("layers")
+        for index, layer in enumerate(layers if isinstance(layers, list) else []):
+            errors = layer if isinstance(layer, dict) else {}
+            split, narrow = _number(errors.get("rope_split_error")), _number(errors.get("factorization_error"))
+            lines.append(f"  {index:5}        {split}  {narrow}")
     return lines
+
+
+def _number(value: Any, style: str = ".3f") -> str:
+    # The report is a file anyone may have edited.
+    return format(value, style) if isinstance(value, (int, float)) else "unknown"

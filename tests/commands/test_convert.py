@@ -139,6 +139,34 @@ def test_zero_and_repeated_rows_are_fine(source: Path) -> None:
 
     edit_tensors(source, change)
     assert convert(source, "--ratio", 2) == 0
+    out = source.parent / "out"
+    report = json.loads((out / "mla_report.json").read_text())
+    assert report["layers"][0]["rope_split_error"] == 0  # no keys, so nothing of them was lost
+    assert 0 <= report["layers"][1]["rope_split_error"] < 1
+    assert torch.isfinite(load_decoder(open_model(str(out)))(random_tokens(2, 50))).all()
+
+
+def test_says_when_a_source_of_several_types_is_written_in_one(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mix(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if "self_attn" in name:
+                tensors[name] = tensors[name].bfloat16()
+
+    edit_tensors(source, mix)
+    assert convert(source, "--ratio", 2, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["dtype"] == "float32"  # most numbers are, and bfloat16 fits in it
+    assert any("bfloat16" in note and "float32" in note for note in report["notes"])
+
+
+def test_the_card_names_transformers_only_where_it_reads_the_form(source: Path) -> None:
+    card = source.parent / "out" / "README.md"
+    assert convert(source, "--ratio", 2) == 0
+    assert "library_name: transformers" in card.read_text()
+    assert convert(source, "--ratio", 2, "--format", "native", "--force") == 0
+    assert "transformers" not in card.read_text()
 
 
 LLAMA3_WITHOUT_FACTOR = {
@@ -198,6 +226,7 @@ def test_null_keys_mean_their_defaults(tmp_path: Path) -> None:
         (("--samples", "0"), ("samples",)),
         (("--max-shard-size", "big"), ("big",)),
         (("--objective", "luck"), ("fisher",)),
+        (("--dtype", "float16"), ("constant channels", "native")),
         (("--device", "tpu"), ("cuda",)),
         (("--calib", "./missing.txt"), ("missing.txt",)),
     ],
