@@ -31,7 +31,8 @@ def latent_attention(
     key = torch.cat((latent, k_rope), dim=-1)  # [B, S, r+rope]
     scores = torch.baddbmm(
         query.new_zeros(()).expand(b, t * h, key.shape[1]), query, key.transpose(1, 2), beta=0, alpha=scale
-    ).float()  # [B, T*H, S]
+    )  # [B, T*H, S]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if visible is not None:
@@ -80,7 +81,8 @@ def attention(
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = q @ k.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     scores = softcap * torch.tanh(scores / softcap)
     if visible is None:
         visible = torch.ones(q.shape[0], q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

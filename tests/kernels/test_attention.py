@@ -43,6 +43,16 @@ def test_torch_path_equals_the_formula(
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
 
 
+def test_float64_stays_float64() -> None:
+    inputs = [x.double() for x in problem(0, 2, 3, 4, 16, 4, 9)]
+    visible = reference.visible_keys(torch.tensor([[4, 5, 6], [6, 7, 8]]), 9, None)
+    for softcap in (None, 5.0):
+        expected, _ = reference.latent_attention(*inputs, visible, 0.3, softcap)
+        torch.testing.assert_close(
+            torch_ops.latent_attention(*inputs, visible, 0.3, softcap), expected, atol=1e-14, rtol=0
+        )
+
+
 def test_what_nobody_sees_does_not_matter() -> None:
     q, qr, c, k = problem(0, 2, 1, 3, 8, 4, 10)
     visible = reference.visible_keys(torch.tensor([[4], [9]]), 10, None)
