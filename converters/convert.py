@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,8 +84,8 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     with _timed(timings, "open"):
         model = open_model(source)
         plans = plan_conversion(model, options)
-        check_output(out, options.force, source=model.source.folder)
         dtype = output_dtype(model.stored_dtype, plans[0].form, options.dtype)
+        check_output(out, options.force, source=model.source.folder, needed_bytes=_stored_numbers(model) * dtype.itemsize)
         notes = [*model.notes]
         stored = {model.source.tensors.infos[rule.source].dtype for rule in model.rules.values()}
         if stored != {dtype}:
@@ -216,6 +217,12 @@ def _verify(held_out: dict[str, Loss], out: Path) -> dict[str, Any]:
 def _first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
     lengths = texts.lengths[:count]
     return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)
+
+
+def _stored_numbers(model: ModelSource) -> int:
+    # What is written has about as many: attention changes, and it is the smaller part.
+    infos = model.source.tensors.infos
+    return sum(math.prod(infos[name].shape) for name in {rule.source for rule in model.rules.values()})
 
 
 def _name(dtype: torch.dtype) -> str:
