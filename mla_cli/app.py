@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -68,16 +71,18 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console.set_quiet(False)
     console.set_debug(os.environ.get("MLA_DEBUG", "") not in ("", "0"))
+    _replace_closed_streams()
     _never_fail_to_encode()
     # Before torch is loaded: threads that wait for one another must not burn the cores that others need. On busy machines
     # spinning threads made a decode step up to ten times slower; on quiet ones waiting costs next to nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        code = _run(arguments, commands)
+        with _termination_as_interruption() as received:
+            code = _run(arguments, commands)
         sys.stdout.flush()
     except BrokenPipeError:
         return _broken_pipe()
-    return code
+    return 128 + received[0] if received else code
 
 
 def _run(arguments: list[str], commands: Sequence[Command]) -> int:
@@ -148,6 +153,37 @@ def _is_out_of_memory(failure: Exception) -> bool:
         return True
     # The CPU allocator raises a bare RuntimeError, whose text differs between systems.
     return isinstance(failure, RuntimeError) and "DefaultCPUAllocator" in str(failure)
+
+
+@contextmanager
+def _termination_as_interruption() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, so that partial output is removed; gives what was received."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield received
+        return
+    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # A signal that is ignored stays so: that is what nohup asks for.
+    before = {number: signal.getsignal(number) for number in signals if signal.getsignal(number) == signal.SIG_DFL}
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _replace_closed_streams() -> None:
+    # A parent may close them (`>&-`); Python then has None where every write would fail.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open as long as the program)
 
 
 def _never_fail_to_encode() -> None:

@@ -312,6 +312,51 @@ def test_a_device_that_is_not_there() -> None:
     assert options.resolve_dtype("float16") is torch.float16
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_termination_cleans_up_and_exits_by_its_number(number: signal.Signals, tmp_path: Path) -> None:
+    code = f"""
+    import time, shutil, pathlib
+    from mla_cli.app import Command
+    def wait() -> None:
+        folder = pathlib.Path({str(tmp_path)!r}) / "half"
+        folder.mkdir()
+        try:
+            print("ready", flush=True)
+            time.sleep(30)
+        finally:
+            shutil.rmtree(folder)
+    sys.exit(main(["wait"], commands=[Command("wait", wait)]))
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM + textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (128 + number, b"mla: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("redirection", [">&-", "<&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_reason_to_fail(redirection: str) -> None:
+    run_there = program('sys.exit(main(["sample", "text"], commands=SAMPLE))', shell="{python} " + redirection)
+    assert run_there.returncode == 0, run_there.stderr
+    assert b"Traceback" not in run_there.stderr
+
+
+def test_more_threads_than_cores_are_cut_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        options.setup_runtime(99999, 0, quiet=False, debug=False)
+        assert torch.get_num_threads() <= (os.cpu_count() or 1)
+        assert "99999" in capsys.readouterr().err
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_setup_runtime_seeds_and_limits_threads() -> None:
     import torch
 

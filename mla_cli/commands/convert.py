@@ -219,6 +219,6 @@ def summary(report: dict[str, Any], out: Path) -> str:
             f"{over(held['ppl_final'])} at the end (held-out calibration text)",
             f"  KL to source {held['kl_final']:.4f} nats a token",
             f"  time         {report['seconds']['total']:.0f} s, peak memory {(report['peak_rss_bytes'] or 0) / 1e9:.1f} GB",
-            f'  next         mla generate {out} "Once upon a time"',
+            f'  next         mla generate {shlex.quote(str(out))} "Once upon a time"',
         ]
     )

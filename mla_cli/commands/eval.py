@@ -109,6 +109,14 @@ def command(
 
     With --baseline both run on the same items: per metric the difference, its 95 % interval (paired bootstrap) and the
     verdict against --max-drop. With --dtype auto a CPU computes in float32, a GPU in the stored type.
+
+    Examples:
+
+      mla eval out --baseline smollm2-135m --tasks ppl,kl --limit 24
+
+      mla eval out --baseline smollm2-135m --tasks lambada,hellaswag --data ../shared/data --limit 200
+
+      mla eval out --kv-dtype int8 --tasks ppl --text book.txt --out results
     """
     if max_drop != max_drop or max_drop == float("inf"):
         raise UsageError("the gate is not a number", where=f"--max-drop {max_drop}", fix="give percent, e.g. 2.3")

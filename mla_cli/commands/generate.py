@@ -140,6 +140,15 @@ def generate(
 
     With --dtype auto a CPU computes in float32 (stored weights are widened without loss), a GPU in the stored type.
     Answers to --prompts are JSON lines in the order of the prompts; a line that cannot be answered says why.
+    CKPT may also be a model that was not converted: it runs with a standard cache.
+
+    Examples:
+
+      mla generate out "Once upon a time" --stats
+
+      mla generate out "Why is the sky blue?" --chat --temperature 0.7 --top-p 0.9
+
+      mla generate out --prompts prompts.jsonl --out results.jsonl
     """
     params = SamplingParams(
         max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, tuple(stop or ()), seed, ignore_eos
@@ -196,6 +205,8 @@ def _check_combination(
         raise UsageError("only the results of --prompts go to a file", where="--out", fix="redirect stdout instead")
     if out is not None and json:
         raise UsageError("one object on stdout, or lines in a file", where="--json --out", fix="give one of them")
+    if out is not None and prompts is not None and out.exists() and out.samefile(prompts):
+        raise UsageError("the results would replace the prompts", where=f"--out {out}", fix="choose another file")
 
 
 def _prompt_text(prompt: str | None, chat: bool) -> str | None:

@@ -5,6 +5,7 @@ Every value is checked while the command line is parsed, so that a mistake costs
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -213,7 +214,10 @@ def setup_runtime(threads: int | None, seed: int, quiet: bool, debug: bool) -> N
     if debug:
         console.set_debug(True)
     if threads is not None:
-        torch.set_num_threads(threads)
+        cores = os.cpu_count() or 1
+        if threads > cores:  # thousands of threads would end the process, a few too many only slow it
+            console.note(f"--threads {threads}: this machine has {cores} cores, using {cores}")
+        torch.set_num_threads(min(threads, cores))
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -109,7 +109,7 @@ def evaluate(
             },
             "variants": plan.variants,
             "text": text_name,
-            "window": WINDOW,
+            "window": min(WINDOW, facts["max_length"]),
             "limit": limit,
             "batch_size": batch_size or "auto",
             "max_drop": max_drop,

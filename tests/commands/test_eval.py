@@ -208,3 +208,12 @@ def test_an_interrupt_leaves_nothing_that_looks_complete(folders: dict[str, str]
     assert shown == ""
     assert not out.exists()
     assert list(tmp_path.glob("mla-eval-*")) == []
+
+
+def test_the_window_that_is_reported_is_the_one_that_was_used(mla: Any, folders: dict[str, str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the man walks " * 400)
+    code, out, _ = mla(folders["source"], "--tasks", "ppl", "--text", str(text), "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["window"] == min(1024, report["checkpoint"]["max_length"]) < 1024

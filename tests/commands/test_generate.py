@@ -351,3 +351,13 @@ def test_a_latent_checkpoint_with_every_cache_type(
         sizes[kind], texts[kind] = value["statistics"]["cache_bytes_per_token"], value["text"]
     assert sizes == {"auto": 2 * 4 * 20, "bf16": 2 * 2 * 20, "int8": 2 * 28, "fp8": 2 * 28, "fp8_e4m3": 2 * 28}
     assert texts["fp8"] == texts["fp8_e4m3"]
+
+
+def test_results_never_replace_the_prompts(mla: Any, tmp_path: Path) -> None:
+    prompts = prompt_file(tmp_path, {"prompt": "abc", "max_new_tokens": 2})
+    before = Path(prompts).read_bytes()
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    for out in (prompts, str(tmp_path / "link.jsonl")):
+        code, _, err = mla("--prompts", prompts, "--out", out, "--force")
+        assert (code, Path(prompts).read_bytes()) == (2, before)
+        assert "prompts" in err
