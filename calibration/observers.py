@@ -32,7 +32,7 @@ class LatentRange:
 
     Attributes:
         tokens: tokens seen; amax: largest absolute value of all.
-        token_amax: quantiles (see `QUANTILES`) of each token's largest absolute value.
+        token_amax: quantiles (see `QUANTILES`) of each token's largest absolute value, to the width of a bin.
         rows: `[R]` float64, the middle of each occupied bin of a token's largest value, ascending.
         counts: `[R, COLUMNS]` int64, values by their token's bin and their share of that token's largest value.
     """
@@ -45,12 +45,16 @@ class LatentRange:
 
 
 class LatentObserver:
-    """Watches the latents of one layer, as the cache stores them (after the latent norm)."""
+    """Watches the latents of one layer, as the cache stores them (after the latent norm).
+
+    Nothing is kept per batch: small tensors that stay, allocated among large ones that go, would tear the heap into pieces.
+    """
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
         self.tokens = 0
-        self._amax: list[Tensor] = []
+        self._rank = 0
+        self._amax = 0.0
         self._counts: dict[int, Tensor] = {}
 
     def add(self, latents: Tensor) -> None:
@@ -68,29 +72,26 @@ class LatentObserver:
                 f"the latents of layer {self.layer} hold NaN or infinity",
                 fix="the weights are damaged or overflow: try --dtype float32, or check with `mla inspect`",
             )
-        self.tokens += latents.shape[0]
-        self._amax.append(amax.cpu())
+        self.tokens, self._rank = self.tokens + latents.shape[0], latents.shape[1]
+        self._amax = max(self._amax, float(amax.max()))
         rows, inverse = torch.unique(_bits(amax) >> (_MANTISSA_BITS - ROW_BITS), return_inverse=True)
         share = values / amax.clamp(min=_SMALLEST)[:, None]
         columns = ((_bits(share) >> (_MANTISSA_BITS - COLUMN_BITS)) - _FIRST_COLUMN).clamp(min=0)  # [n, r]
         cells = (inverse[:, None] * COLUMNS + columns).flatten()
         counts = torch.bincount(cells, minlength=len(rows) * COLUMNS).view(-1, COLUMNS).cpu()  # [R, COLUMNS]
         for row, count in zip(rows.tolist(), counts, strict=True):
-            self._counts[row] = self._counts[row] + count if row in self._counts else count.clone()
+            if row in self._counts:
+                self._counts[row] += count
+            else:
+                self._counts[row] = count.clone()
 
     def result(self) -> LatentRange:
         """What was seen so far (at least one token)."""
-        amax = torch.cat(self._amax).double()
         low = torch.tensor(sorted(self._counts), dtype=torch.int32)
         edges = torch.stack((low, low + 1)) << (_MANTISSA_BITS - ROW_BITS)
-        rows = edges.view(torch.float32).double().mean(dim=0).clamp(max=float(amax.max()))
-        return LatentRange(
-            tokens=self.tokens,
-            amax=float(amax.max()),
-            token_amax=tuple(_quantile(amax, q) for q in QUANTILES),
-            rows=rows,
-            counts=torch.stack([self._counts[row] for row in low.tolist()]),
-        )
+        rows = edges.view(torch.float32).double().mean(dim=0).clamp(max=self._amax)
+        counts = torch.stack([self._counts[row] for row in low.tolist()])
+        return LatentRange(self.tokens, self._amax, _quantiles(rows, counts.sum(dim=-1) // self._rank), rows, counts)
 
 
 def check_complete(observers: Sequence[LatentObserver], tokens: int) -> None:
@@ -113,6 +114,8 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32)
 
 
-def _quantile(values: Tensor, q: float) -> float:
-    # torch.quantile refuses more than 2^24 values; the nearest rank needs no interpolation.
-    return float(values.kthvalue(min(len(values), int(q * len(values)) + 1)).values)
+def _quantiles(rows: Tensor, tokens: Tensor) -> tuple[float, ...]:
+    """Quantiles of values that are `rows` `[R]`, ascending, `tokens` `[R]` times each."""
+    below = tokens.cumsum(dim=0)
+    ranks = torch.tensor([int(q * int(below[-1])) for q in QUANTILES])
+    return tuple(rows[torch.searchsorted(below, ranks, right=True)].tolist())
