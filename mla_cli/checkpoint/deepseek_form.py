@@ -8,14 +8,16 @@ DeepSeek puts an RMSNorm on the latent; a converted model has none. Constant cha
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_cli.errors import UsageError
+from mla_cli.model.attention import LatentAttention
 from mla_cli.model.families.base import Config
-from mla_cli.model.latent_weights import LatentWeights
+from mla_cli.model.latent_weights import LatentWeights, bias_or_zeros
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, RotarySpec
 
 LOG2_SCALE = 16  # k: large enough that |c|^2 vanishes beside r * 4^k in float32, small enough for every exponent range
@@ -102,18 +104,16 @@ def stock_tensors(weights: LatentWeights, kv_lora_rank: int, *, query_bias: bool
         raise UsageError(
             f"{s.kv_lora_rank} latent channels do not fit a latent of {kv_lora_rank} with constant channels"
         )
-    constants = constant_channels(kv_lora_rank)
-    scale = 2.0**LOG2_SCALE
     stock_scale = s.qk_head_dim**-0.5
     fold = s.scale / stock_scale  # stock attention fixes its own softmax scale
-    r, m = s.kv_lora_rank, len(constants)
+    bias, norm = _neutral_latent(kv_lora_rank)
+    r, m = s.kv_lora_rank, len(bias)
     zeros = weights.down.new_zeros
     up = torch.cat((weights.up_k, weights.up_v), dim=1).flatten(0, 1)  # [H*(nope+v), r]
-    bias = torch.tensor([c * scale for c in constants], dtype=torch.float64)
     named = {
         "kv_a_proj_with_mqa.weight": torch.cat((weights.down[:r], zeros(m, hidden), weights.down[r:])),
         "kv_a_proj_with_mqa.bias": torch.cat((weights.down_bias[:r], bias, weights.down_bias[r:])),
-        "kv_a_layernorm.weight": torch.cat((torch.full((r,), scale, dtype=torch.float64), zeros(m))),
+        "kv_a_layernorm.weight": norm,
         "kv_b_proj.weight": torch.cat((up, zeros(up.shape[0], m)), dim=1),
         "o_proj.weight": weights.out,
         "o_proj.bias": weights.out_bias,
@@ -123,19 +123,77 @@ def stock_tensors(weights: LatentWeights, kv_lora_rank: int, *, query_bias: bool
         named["q_proj.weight"] = q
         return named
     width = query_rank(hidden)
-    constants = constant_channels(width)
-    extra = width - hidden
-    bias = torch.tensor([c * scale for c in constants] + [0.0] * (extra - len(constants)), dtype=torch.float64)
-    carried = zeros(q.shape[0], extra)
-    carried[:, 0] = weights.q_bias.flatten() * fold / constants[0]  # after the norm that channel holds its s_j
-    norm = zeros(width)
+    carried = zeros(q.shape[0], width - hidden)
+    # After the norm that channel holds its s_j.
+    carried[:, 0] = weights.q_bias.flatten() * fold / constant_channels(width)[0]
+    return named | _neutral_query(hidden) | {"q_b_proj.weight": torch.cat((q, carried), dim=1)}
+
+
+def _neutral_latent(kv_lora_rank: int) -> tuple[Tensor, Tensor]:
+    """Biases of the constant channels `[m]`, and the weight of the norm that they neutralise `[r + m]`."""
+    scale, constants = 2.0**LOG2_SCALE, constant_channels(kv_lora_rank)
+    norm = torch.full((kv_lora_rank,), scale, dtype=torch.float64)
+    norm[kv_lora_rank - len(constants) :] = 0.0
+    return torch.tensor(constants, dtype=torch.float64) * scale, norm
+
+
+def _neutral_query(hidden: int) -> dict[str, Tensor]:
+    """What stands before `q_b`, and hands it the hidden state and a constant: no more than a detour for a bias."""
+    scale, width = 2.0**LOG2_SCALE, query_rank(hidden)
+    constants = torch.tensor(constant_channels(width), dtype=torch.float64)
+    weight = torch.eye(width, hidden, dtype=torch.float64)
+    bias, norm = torch.zeros(2, width, dtype=torch.float64)
+    bias[hidden : hidden + len(constants)] = constants * scale
     norm[:hidden] = scale
     norm[hidden] = 1.0
-    named["q_a_proj.weight"] = torch.cat((torch.eye(hidden, dtype=torch.float64), zeros(extra, hidden)))
-    named["q_a_proj.bias"] = torch.cat((zeros(hidden), bias))
-    named["q_a_layernorm.weight"] = norm
-    named["q_b_proj.weight"] = torch.cat((q, carried), dim=1)
-    return named
+    return {"q_a_proj.weight": weight, "q_a_proj.bias": bias, "q_a_layernorm.weight": norm}
+
+
+def weights_of_stock(attention: LatentAttention) -> LatentWeights | None:
+    """A stock layer without its detours: no norm, no constant channels. None for a layer that `stock_tensors` did not make.
+
+    The softmax scale stays the stock one.
+    """
+    s, hidden = attention.spec, attention.o_proj.out_features
+    down, up = _plain(attention.kv_a_proj_with_mqa.weight), _plain(attention.kv_b_proj.weight)
+    down_bias = bias_or_zeros(attention.kv_a_proj_with_mqa)
+    bias, norm = _neutral_latent(s.kv_lora_rank)
+    r = free_rank(s.kv_lora_rank)
+    constant = slice(r, s.kv_lora_rank)
+    if (
+        s.norm_eps is None
+        or r < 1
+        or not torch.equal(_plain(attention.kv_a_layernorm.weight), norm)
+        or not torch.equal(down_bias[constant], bias)
+        or bool(down[constant].any())
+    ):
+        return None
+    if s.q_lora_rank is None:
+        q, q_bias = _plain(attention.q_proj.weight), bias_or_zeros(attention.q_proj)
+    else:
+        detour = attention.state_dict()
+        if s.q_lora_rank != query_rank(hidden) or not all(
+            name in detour and torch.equal(_plain(detour[name]), made) for name, made in _neutral_query(hidden).items()
+        ):
+            return None
+        q = _plain(attention.q_b_proj.weight)
+        q, q_bias = q[:, :hidden], q[:, hidden] * constant_channels(s.q_lora_rank)[0]
+    up = up[:, :r].reshape(s.num_heads, -1, r)  # [H, nope+v, r]
+    return LatentWeights(
+        replace(s, kv_lora_rank=r, q_lora_rank=None, norm_eps=None),
+        q.reshape(s.num_heads, s.qk_head_dim, hidden),
+        q_bias.reshape(s.num_heads, s.qk_head_dim),
+        torch.cat((down[:r], down[s.kv_lora_rank :])),
+        torch.cat((down_bias[:r], down_bias[s.kv_lora_rank :])),
+        up[:, : s.qk_nope_head_dim],
+        up[:, s.qk_nope_head_dim :],
+        _plain(attention.o_proj.weight),
+        bias_or_zeros(attention.o_proj),
+    ).with_needed_biases()
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.detach().cpu().double()
 
 
 def stock_config(

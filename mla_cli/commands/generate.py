@@ -117,6 +117,7 @@ def generate(
             **options.one_of(*choices.KV_DTYPES, aliases=choices.KV_DTYPE_ALIASES),
         ),
     ] = "auto",
+    latent_strength: options.LatentStrength = 1.0,
     max_batch: Annotated[
         int,
         typer.Option("--max-batch", metavar="N", min=1, help="Most prompts at a time.", rich_help_panel=RUNTIME),
@@ -149,6 +150,8 @@ def generate(
       mla generate out "Why is the sky blue?" --chat --temperature 0.7 --top-p 0.9
 
       mla generate out --prompts prompts.jsonl --out results.jsonl
+
+      mla generate out "Once upon a time" --latent-strength 0.5
     """
     params = SamplingParams(
         max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, tuple(stop or ()), seed, ignore_eos
@@ -173,6 +176,7 @@ def generate(
         dtype=options.resolve_dtype(dtype),
         kv_dtype=kv_dtype,
         backend=backend,
+        latent_strength=latent_strength,
         max_batch=max_batch,
         max_context=max_context,
     )

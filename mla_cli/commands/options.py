@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from mla_cli import console
+from mla_cli.checkpoint.latent_strength import check_strength
 from mla_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -170,6 +171,16 @@ Dtype = Annotated[
         help="Number format of the weights in memory.",
         rich_help_panel=RUNTIME,
         **one_of(*DTYPES, aliases=DTYPE_ALIASES),
+    ),
+]
+LatentStrength = Annotated[
+    float,
+    typer.Option(
+        "--latent-strength",
+        metavar="S",
+        help="Cache and use the first share S of each latent's channels, 0 < S <= 1.",
+        rich_help_panel=RUNTIME,
+        callback=check_strength,
     ),
 ]
 Threads = Annotated[

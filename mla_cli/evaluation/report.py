@@ -196,8 +196,11 @@ def _metric(results: Mapping[str, TaskResult], task: str, name: str) -> Measured
 
 
 def _described(facts: Mapping[str, Any]) -> str:
+    strength = facts.get("latent_strength", 1.0)
+    narrowed = "" if strength == 1 else f", latent strength {strength:g}"
     return (
         f"{facts['name']}, {facts['dtype']}, cache {facts['kv_dtype']}, {facts['cache_bytes_per_token']} bytes a token"
+        + narrowed
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.console import note, progress, warn
 from mla_cli.errors import InputError, UsageError
@@ -51,6 +52,7 @@ def evaluate(
     batch_size: int | None = None,
     max_drop: float = 2.3,
     kv_dtype: str = "auto",
+    latent_strength: float = 1.0,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -62,6 +64,7 @@ def evaluate(
         text: what `ppl` and `kl` read. limit: items (windows of text) of each task; None: all.
         batch_size: sequences of a forward pass; None: as many as suit the device.
         max_drop: percent that a metric may be worse than the baseline's.
+        latent_strength: share of the checkpoint's latent channels that is used (the baseline is used whole).
 
     Raises:
         MlaError: a name, a file or a model cannot be used, or a model's output is not finite.
@@ -75,11 +78,12 @@ def evaluate(
     source = open_model(checkpoint)
     other = None if baseline is None else open_model(baseline)
     check_kv_dtype(source, kv_dtype)
+    check_latent_strength(source, latent_strength)
     if DIVERGENCE in plan.own and other is not None and words is not None:
         _check_comparable(other, source, words)
     with _loaded(plan) as tasks:
         work = _Work(plan, tasks, words, limit, batch_size)
-        candidate = _load(source, device, dtype, kv_dtype)
+        candidate = _load(source, device, dtype, kv_dtype, latent_strength)
         facts, theirs_facts = candidate.facts, None
         results, theirs = _measure(candidate, work), {}
         kept = candidate if DIVERGENCE in plan.own else None
@@ -158,11 +162,13 @@ def _loaded(plan: TaskPlan) -> Iterator[dict[str, Any] | None]:
         yield load_tasks(plan, Path(folder))
 
 
-def _load(model: ModelSource, device: torch.device, dtype: torch.dtype | None, kv_dtype: str) -> Subject:
+def _load(
+    model: ModelSource, device: torch.device, dtype: torch.dtype | None, kv_dtype: str, latent_strength: float = 1.0
+) -> Subject:
     for remark in model.notes:
         note(remark)
     note(f"evaluating {model.source.name}")
-    return load_subject(model, device=device, dtype=dtype, kv_dtype=kv_dtype)
+    return load_subject(model, device=device, dtype=dtype, kv_dtype=kv_dtype, latent_strength=latent_strength)
 
 
 def _measure(subject: Subject, work: _Work) -> dict[str, TaskResult]:

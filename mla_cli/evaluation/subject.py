@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mla_cli.checkpoint.latent_strength import check_latent_strength, with_latent_strength
 from mla_cli.checkpoint.load import ModelSource, load_decoder
 from mla_cli.errors import UsageError
 from mla_cli.evaluation.scoring import Quantizers
@@ -17,12 +18,13 @@ from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Subject:
-    """What the measures need of a model. `name`: as the user wrote it."""
+    """What the measures need of a model. `name`: as the user wrote it; `latent_strength`: share of its latents in use."""
 
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
     quantizers: Quantizers | None
+    latent_strength: float = 1.0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -33,6 +35,7 @@ class Subject:
             "name": self.name,
             "dtype": dtype,
             "kv_dtype": "+".join(sorted(kind or dtype for kind in kinds)),
+            "latent_strength": self.latent_strength,
             "cache_bytes_per_token": self.decoder.make_cache(1, 1, self.quantizers).bytes_per_token(),
             "max_length": self.decoder.spec.max_position_embeddings,
             "adds_bos": self.tokenizer.adds_bos,
@@ -55,20 +58,27 @@ def check_kv_dtype(model: ModelSource, kv_dtype: str) -> None:
 
 
 def load_subject(
-    model: ModelSource, *, device: torch.device, dtype: torch.dtype | None = None, kv_dtype: str = "auto"
+    model: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    kv_dtype: str = "auto",
+    latent_strength: float = 1.0,
 ) -> Subject:
     """Load a model to evaluate it.
 
     Args:
         dtype: of the weights in memory; None: float32 on a CPU, as stored on a GPU.
         kv_dtype: how latents are cached; `auto`: as calibrated.
+        latent_strength: share of each latent's channels, the first ones, that are cached and used.
     """
     check_kv_dtype(model, kv_dtype)
+    check_latent_strength(model, latent_strength)
     quantizers: Quantizers | None = None
     if model.spec.is_latent:
         from mla_cli.checkpoint.kv_cache import quantizers_for
 
         quantizers = quantizers_for(model.source.config, model.spec, normalize_dtype(kv_dtype))
     chosen = dtype or (torch.float32 if device.type == "cpu" else model.stored_dtype)
-    decoder = load_decoder(model, dtype=chosen, device=device)
-    return Subject(model.source.name, decoder, load_tokenizer(model.source.folder), quantizers)
+    decoder = with_latent_strength(load_decoder(model, dtype=chosen, device=device), latent_strength)
+    return Subject(model.source.name, decoder, load_tokenizer(model.source.folder), quantizers, latent_strength)

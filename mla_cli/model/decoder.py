@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,13 @@ class DecoderLayer(nn.Module):
         x = x + self.self_attn(normed, step, record)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
+    def with_attention(self, attention: LatentAttention) -> DecoderLayer:
+        """A layer that shares everything with this one but its attention."""
+        other = copy.copy(self)
+        other._modules = dict(self._modules)
+        other.self_attn = attention
+        return other
+
 
 class Decoder(nn.Module):
     """A whole decoder. `forward` gives normed hidden states, `logits` the vocabulary scores of those one wants."""
@@ -135,6 +143,14 @@ class Decoder(nn.Module):
         """`[..., D]` hidden states to `[..., V]` scores."""
         weight = self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
         return F.linear(hidden, weight)
+
+    def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
+        """A decoder that shares embedding, norm and head with this one, described as its layers are."""
+        other = copy.copy(self)
+        other._modules = dict(self._modules)
+        other.layers = nn.ModuleList(layers)
+        other.spec = self.spec.with_attention(tuple(layer.self_attn.spec for layer in layers))
+        return other
 
     def make_cache(
         self,

@@ -49,6 +49,37 @@ class LatentWeights:
             if found != shape:
                 raise ValueError(f"latent weights: {name} has shape {found}, expected {shape}")
 
+    @staticmethod
+    def of(attention: LatentAttention) -> LatentWeights:
+        """The weights of a module without norms (any converted layer but one in the stock form)."""
+        s, hidden = attention.spec, attention.o_proj.out_features
+        if s.norm_eps is not None or s.q_lora_rank is not None:
+            raise ValueError("latent weights: a layer with norms is not a converted layer in the native form")
+        up = attention.kv_b_proj.weight.detach().cpu().double().view(s.num_heads, -1, s.kv_lora_rank)
+        return LatentWeights(
+            s,
+            attention.q_proj.weight.detach().cpu().double().view(s.num_heads, s.qk_head_dim, hidden),
+            bias_or_zeros(attention.q_proj).view(s.num_heads, s.qk_head_dim),
+            attention.kv_a_proj_with_mqa.weight.detach().cpu().double(),
+            bias_or_zeros(attention.kv_a_proj_with_mqa),
+            up[:, : s.qk_nope_head_dim],
+            up[:, s.qk_nope_head_dim :],
+            attention.o_proj.weight.detach().cpu().double(),
+            bias_or_zeros(attention.o_proj),
+        )
+
+    def narrowed(self, channels: int) -> LatentWeights:
+        """The layer with the first `channels` of its latent alone."""
+        rank = self.spec.kv_lora_rank
+        return replace(
+            self,
+            spec=replace(self.spec, kv_lora_rank=channels),
+            down=torch.cat((self.down[:channels], self.down[rank:])),
+            down_bias=torch.cat((self.down_bias[:channels], self.down_bias[rank:])),
+            up_k=self.up_k[..., :channels],
+            up_v=self.up_v[..., :channels],
+        )
+
     def named_tensors(self) -> dict[str, Tensor]:
         """Tensors under the names of the native form, below `self_attn.`; biases that the spec has none of are left out."""
         s = self.spec

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_cli.checkpoint.latent_strength import check_latent_strength, with_latent_strength
 from mla_cli.checkpoint.load import ModelSource, load_decoder, open_model
 from mla_cli.errors import UsageError
 from mla_cli.kernels.quantized import LatentQuantizer, normalize_dtype
@@ -35,6 +36,7 @@ def open_engine(
     dtype: torch.dtype | None = None,
     kv_dtype: str = "auto",
     backend: str = "auto",
+    latent_strength: float = 1.0,
     max_batch: int = DEFAULT_MAX_BATCH,
     max_context: int | None = None,
     logprobs: bool = False,
@@ -46,16 +48,18 @@ def open_engine(
             widened without loss), as stored on a GPU.
         kv_dtype: `auto` takes what the checkpoint was calibrated for, else the type that the decoder computes in.
         backend: `auto` and `cpu` compute through PyTorch, on a GPU too; `reference` in float64, to compare with.
+        latent_strength: share of each latent's channels, the first ones, that are cached and used.
     """
     check_backend(backend)
     device = torch.device(device)
     model = open_model(checkpoint)
     tokenizer = load_tokenizer(model.source.folder)
+    check_latent_strength(model, latent_strength)
     wanted = normalize_dtype(kv_dtype)
     quantizers = _quantizers(model, wanted)
     stored = model.stored_dtype
     chosen = dtype or (torch.float32 if device.type == "cpu" else stored)
-    decoder = load_decoder(model, dtype=chosen, device=device)
+    decoder = with_latent_strength(load_decoder(model, dtype=chosen, device=device), latent_strength)
     decoder.backend = "reference" if backend == "reference" else "torch"
     generator = Generator(
         decoder,
@@ -67,6 +71,9 @@ def open_engine(
         logprobs=logprobs,
     )
     notes = [*model.notes, _how(device, chosen, stored, decoder.backend)]
+    if latent_strength < 1:
+        kept, whole = decoder.spec.cached_per_token, model.spec.cached_per_token
+        notes.append(f"latent strength {latent_strength:g}: {kept:,} of {whole:,} numbers are cached a token")
     positions = model.spec.max_position_embeddings
     if max_context is not None and max_context > positions:
         notes.append(f"the model has {positions} positions: --max-context {max_context} is lowered to that")

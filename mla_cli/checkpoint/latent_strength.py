@@ -1,0 +1,120 @@
+"""Latent strength: run a converted model on the first share of each latent's channels.
+
+A conversion orders a latent's channels by importance, so the first ones are themselves a latent, only smaller. The weights are
+narrowed once, when a model is loaded: whatever runs or caches it afterwards sees a smaller model. The norm and the constant
+channels of the stock form, which neutralise each other, go with the rest. Calibrated ranges stay valid: a part of a latent
+never exceeds the whole.
+
+The command line checks a strength with this module, so torch is imported only where weights are touched.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from mla_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from mla_cli.checkpoint.load import ModelSource
+    from mla_cli.model.attention import LatentAttention
+    from mla_cli.model.decoder import Decoder
+    from mla_cli.model.latent_weights import LatentWeights
+
+
+def check_strength(strength: float) -> float:
+    """Refuse a share that is none.
+
+    Raises:
+        UsageError: it is not above 0 and at most 1.
+    """
+    if not 0 < strength <= 1:
+        raise UsageError(
+            f"a latent strength of {strength:g} is no share of a latent",
+            where=f"--latent-strength {strength:g}",
+            fix="give a number above 0 and at most 1, e.g. 0.5",
+        )
+    return strength
+
+
+def kept_channels(channels: int, strength: float) -> int:
+    """How many of so many channels a strength keeps: `ceil(strength * channels)`, at least one."""
+    return max(1, math.ceil(strength * channels - 1e-9))  # 0.7 * 10 is a little more than 7
+
+
+def check_latent_strength(model: ModelSource, strength: float) -> None:
+    """Refuse, before the weights are loaded, a strength that a model cannot be run at.
+
+    Raises:
+        UsageError: out of range, or the model has no latents whose channels are ordered.
+    """
+    from mla_cli.checkpoint.load import load_layer
+    from mla_cli.model.attention import LatentAttention
+
+    if check_strength(strength) == 1:
+        return
+    for index in range(model.spec.num_layers if model.spec.is_latent else 0):
+        attention = load_layer(model, index).self_attn
+        if isinstance(attention, LatentAttention):
+            _ordered_weights(attention)
+            return
+    raise UsageError(
+        f"this {model.spec.model_type} model caches keys and values: it has no latents to use a part of",
+        where=f"--latent-strength {strength:g}",
+        fix="convert it first (`mla convert`), or leave the option out",
+    )
+
+
+def with_latent_strength(decoder: Decoder, strength: float) -> Decoder:
+    """A decoder that caches and uses the first `ceil(strength * r)` channels of each latent, and nothing of the rest.
+
+    Everything but latent attention is shared with `decoder`; at strength 1 it is `decoder` itself.
+
+    Raises:
+        UsageError: out of range, or a layer's channels are not ordered.
+    """
+    from mla_cli.model.attention import LatentAttention
+    from mla_cli.model.decoder import DecoderLayer
+
+    if check_strength(strength) == 1:
+        return decoder
+    layers = []
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer, DecoderLayer)
+        attention = layer.self_attn
+        if isinstance(attention, LatentAttention):
+            weights = _ordered_weights(attention)
+            narrow = weights.narrowed(kept_channels(weights.spec.kv_lora_rank, strength))
+            layer = layer.with_attention(narrow.module(index, dtype=decoder.dtype, device=decoder.device))
+        layers.append(layer)
+    return decoder.with_layers(layers)
+
+
+def _ordered_weights(attention: LatentAttention) -> LatentWeights:
+    """A layer's weights without norms, if a conversion made them and ordered their channels."""
+    from mla_cli.checkpoint.deepseek_form import weights_of_stock
+    from mla_cli.model.latent_weights import LatentWeights
+
+    where = f"layer {attention.layer}, --latent-strength"
+    if attention.spec.norm_eps is None:
+        weights = LatentWeights.of(attention)
+    else:
+        found = weights_of_stock(attention)
+        if found is None:
+            # The mark of our stock form, in the weights themselves: a report may be lost, or belong to other weights.
+            raise UsageError(
+                "the latent's channels are in no known order: it lacks the constant channels that `mla convert` writes "
+                "(and that float16 cannot hold)",
+                where=where,
+                fix="use a checkpoint that `mla convert` wrote, without --dtype float16, or leave the option out",
+            )
+        weights = found
+    reads_key, reads_value = (up.flatten(0, 1).any(dim=0) for up in (weights.up_k, weights.up_v))  # [r]
+    if bool(reads_key.any() and reads_value.any()) and not bool((reads_key & reads_value).any()):
+        # What a conversion leaves as it was when there is nothing to drop: the source's keys, then its values.
+        raise UsageError(
+            "the latent's channels are not ordered: it holds the source's keys and values one after the other",
+            where=where,
+            fix="convert with a smaller latent (`mla convert --ratio`), or leave the option out",
+        )
+    return weights
