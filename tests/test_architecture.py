@@ -36,6 +36,7 @@ HEAVY = {
     "numpy",
     "triton",
     "datasets",
+    "matplotlib",
     "lm_eval",
     "huggingface_hub",
     "safetensors",
