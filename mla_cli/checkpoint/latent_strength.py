@@ -96,6 +96,10 @@ def _ordered_weights(attention: LatentAttention) -> LatentWeights:
     from mla_cli.model.latent_weights import LatentWeights
 
     where = f"layer {attention.layer}, --latent-strength"
+    if attention.spec.gate_chunk is not None:
+        raise UsageError(
+            "a gate mixes the latents, and reads all of their channels", where=where, fix="leave the option out"
+        )
     if attention.spec.norm_eps is None:
         weights = LatentWeights.of(attention)
     else:

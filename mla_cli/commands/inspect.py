@@ -96,6 +96,7 @@ def _latent(model: ModelSource) -> dict[str, Any]:
 
     layers = [
         {"kv_lora_rank": a.kv_lora_rank, "qk_rope_head_dim": a.qk_rope_head_dim}
+        | ({} if a.gate_chunk is None else {"gate_chunk": a.gate_chunk})
         for a in model.spec.attention
         if isinstance(a, LatentAttentionSpec)
     ]
@@ -145,6 +146,8 @@ def as_text(facts: dict[str, Any]) -> str:
 def _latent_lines(facts: dict[str, Any]) -> list[str]:
     shapes = {(layer["kv_lora_rank"], layer["qk_rope_head_dim"]) for layer in facts["latent_layers"]}
     lines = ["  latent       " + ", ".join(f"kv_lora_rank {r} + qk_rope_head_dim {d}" for r, d in sorted(shapes))]
+    gates = sorted({layer["gate_chunk"] for layer in facts["latent_layers"] if "gate_chunk" in layer})
+    lines += [f"  gate         over chunks of {', '.join(map(str, gates))} tokens"] if gates else []
     scheme = facts["kv_cache"]
     lines.append(f"  calibrated   {scheme['dtype']}, {scheme['granularity']} scales" if scheme else "  calibrated   no")
     made = facts.get("conversion")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mla_cli.kernels import reference, torch_ops
 from mla_cli.model.cache import Cache
+from mla_cli.model.latent_gate import Chunks, LatentGate, gate_latents
 from mla_cli.model.rotary import rotary_tables, rotate
 from mla_cli.model.spec import LatentAttentionSpec, RotarySpec, StandardAttentionSpec
 
@@ -34,6 +36,7 @@ class Step:
     backend: str = "torch"
     _tables: dict[RotarySpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _visible: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _chunks: dict[int, Chunks] = field(default_factory=dict)
 
     def rotary(self, rotary: RotarySpec) -> tuple[Tensor, Tensor]:
         """cos, sin `[B, T, n]`, made once a step."""
@@ -47,6 +50,12 @@ class Step:
             plain = self.fresh and (window is None or window >= self.keys)
             self._visible[window] = None if plain else reference.visible_keys(self.positions, self.keys, window)
         return self._visible[window]
+
+    def chunks(self, size: int) -> Chunks:
+        """Where the tokens stand among chunks of `size`."""
+        if size not in self._chunks:
+            self._chunks[size] = Chunks.of(self.positions, size, fresh=self.fresh)
+        return self._chunks[size]
 
 
 class StandardAttention(nn.Module):
@@ -87,6 +96,7 @@ class LatentAttention(nn.Module):
 
     `scores = scale * (q_nope W_UK c + rope(q_rope) rope(k_rope))`, `values = W_UV c`. A prompt rebuilds keys and values;
     later tokens run absorbed, with `W_UK` in the query and `W_UV` in the output, so that the cache is all that is read.
+    With a gate, `c` is the gated latent everywhere.
     """
 
     def __init__(self, spec: LatentAttentionSpec, hidden: int, layer: int) -> None:
@@ -104,6 +114,8 @@ class LatentAttention(nn.Module):
             self.kv_a_layernorm = nn.RMSNorm(s.kv_lora_rank, eps=s.norm_eps)
         self.kv_b_proj = nn.Linear(s.kv_lora_rank, s.num_heads * (s.qk_nope_head_dim + s.v_head_dim), bias=False)
         self.o_proj = nn.Linear(s.num_heads * s.v_head_dim, hidden, bias=s.o_bias)
+        if s.gate_chunk is not None:
+            self.latent_gate = LatentGate(s.kv_lora_rank)
 
     def forward(self, x: Tensor, step: Step, record: Record | None = None) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`; `record` receives `latent`, `k_rope`, `q_nope`, `q_rope`."""
@@ -112,6 +124,8 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((s.kv_lora_rank, s.qk_rope_head_dim), dim=-1)  # [B, T, r]
         if s.norm_eps is not None:
             latent = self.kv_a_layernorm(latent)
+        if s.gate_chunk is not None:
+            latent = self._gated(latent, step.chunks(s.gate_chunk), step)  # [B, T, r]
         if record is not None:
             record.update(latent=latent, k_rope=k_rope, q_nope=q_nope, q_rope=q_rope)
         if s.rotary is not None and s.qk_rope_head_dim:
@@ -144,6 +158,13 @@ class LatentAttention(nn.Module):
             return cos, sin
         index = torch.tensor(self.spec.frequencies, device=cos.device)
         return cos.index_select(-1, index), sin.index_select(-1, index)
+
+    def _gated(self, latent: Tensor, chunks: Chunks, step: Step) -> Tensor:
+        cache = step.cache
+        if cache is None:
+            return gate_latents(self.latent_gate, latent, chunks, None, lambda last: last)
+        before = None if step.fresh else cache.read_at(self.layer, chunks.before, latent.dtype)  # [B, r]
+        return gate_latents(self.latent_gate, latent, chunks, before, partial(cache.as_stored, self.layer))
 
     def _up(self) -> tuple[Tensor, Tensor]:
         # W_UK [H, nope, r] and W_UV [H, v, r]

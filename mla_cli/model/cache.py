@@ -135,6 +135,21 @@ class Cache:
             return store.first[:, :length].to(dtype), second
         return dequantize(store.first[:, :length], store.scales[:, :length], dtype), second
 
+    def read_at(self, layer: int, places: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a layer holds first (keys or latents) at one place `[B]` of each sequence: `[B, ...]`."""
+        store = self.layers[layer]
+        rows = torch.arange(places.shape[0], device=places.device)
+        if store.scales is None:
+            return store.first[rows, places].to(dtype)
+        return dequantize(store.first[rows, places], store.scales[rows, places], dtype)
+
+    def as_stored(self, layer: int, first: Tensor) -> Tensor:
+        """Keys or latents `[..., r]` as they would be read after `write`."""
+        store = self.layers[layer]
+        if store.quantizer is None:
+            return first.to(store.first.dtype).to(first.dtype)
+        return dequantize(*store.quantizer.quantize(first), first.dtype)
+
     def advance(self, ends: Tensor) -> None:
         """The sequences now hold `ends` `[B]` tokens."""
         self.lengths = ends.to(self.lengths.device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from mla_cli.model.attention import LatentAttention
+from mla_cli.model.latent_gate import gate_shapes
 from mla_cli.model.spec import LatentAttentionSpec
 
 
@@ -20,6 +22,7 @@ class LatentWeights:
         down: `[r + rope, D]`, latent rows first; down_bias: `[r + rope]`.
         up_k: `[H, nope, r]`; up_v: `[H, v, r]`.
         out: `[D, H * v]`; out_bias: `[D]`.
+        gate: tensors of the chunk gate by their names below `latent_gate.`, where the spec has one: then `c` is gated.
     """
 
     spec: LatentAttentionSpec
@@ -31,6 +34,7 @@ class LatentWeights:
     up_v: Tensor
     out: Tensor
     out_bias: Tensor
+    gate: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         s, hidden = self.spec, self.q.shape[-1]
@@ -48,6 +52,9 @@ class LatentWeights:
             found = tuple(getattr(self, name).shape)
             if found != shape:
                 raise ValueError(f"latent weights: {name} has shape {found}, expected {shape}")
+        gate = {name: tuple(tensor.shape) for name, tensor in (self.gate or {}).items()}
+        if gate != ({} if s.gate_chunk is None else gate_shapes(s.kv_lora_rank)):
+            raise ValueError(f"latent weights: a gate over chunks of {s.gate_chunk} cannot have tensors {gate}")
 
     @staticmethod
     def of(attention: LatentAttention) -> LatentWeights:
@@ -66,10 +73,15 @@ class LatentWeights:
             up[:, s.qk_nope_head_dim :],
             attention.o_proj.weight.detach().cpu().double(),
             bias_or_zeros(attention.o_proj),
+            None if s.gate_chunk is None else _doubles(attention.latent_gate.state_dict()),
         )
 
+    def with_gate(self, chunk: int, gate: Mapping[str, Tensor]) -> LatentWeights:
+        """The layer with a gate over chunks of `chunk` tokens; `gate` is what `LatentGate.state_dict()` gives."""
+        return replace(self, spec=replace(self.spec, gate_chunk=chunk), gate=_doubles(gate))
+
     def narrowed(self, channels: int) -> LatentWeights:
-        """The layer with the first `channels` of its latent alone."""
+        """The layer with the first `channels` of its latent alone; a gate, which reads all of them, rules that out."""
         rank = self.spec.kv_lora_rank
         return replace(
             self,
@@ -96,7 +108,7 @@ class LatentWeights:
         ):
             if present:
                 named[name] = tensor
-        return named
+        return named | {f"latent_gate.{name}": tensor for name, tensor in (self.gate or {}).items()}
 
     def with_needed_biases(self) -> LatentWeights:
         """The same weights with a spec that has exactly those biases which are not zero."""
@@ -117,6 +129,10 @@ class LatentWeights:
         state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.named_tensors().items()}
         module.load_state_dict(state, strict=True, assign=True)
         return module.requires_grad_(False).eval()  # type: ignore[return-value]
+
+
+def _doubles(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().double() for name, tensor in tensors.items()}
 
 
 def bias_or_zeros(linear: nn.Linear) -> Tensor:

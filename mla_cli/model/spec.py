@@ -55,7 +55,8 @@ class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     A token caches one latent of `kv_lora_rank` numbers and one rotary key of `qk_rope_head_dim` numbers, both shared by
-    all heads. Rotary dimensions lie in interleaved pairs unless `interleaved` is false (then in two halves).
+    all heads. Rotary dimensions lie in interleaved pairs unless `interleaved` is false (then in two halves). With
+    `gate_chunk`, latents pass the gate of `latent_gate.py` over chunks of so many tokens.
     """
 
     num_heads: int
@@ -74,6 +75,7 @@ class LatentAttentionSpec:
     o_bias: bool = False
     window: int | None = None
     softcap: float | None = None
+    gate_chunk: int | None = None
 
     @property
     def cached_per_token(self) -> int:

@@ -17,6 +17,7 @@ from mla_cli.model.families.base import (
     rotary,
     yarn_mscale,
 )
+from mla_cli.model.latent_gate import gate_shapes
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
 LATENT_NORM_EPS = 1e-6  # transformers and vLLM use this for the latent norms, whatever rms_norm_eps says
@@ -104,6 +105,8 @@ def latent_attention_shapes(attention: LatentAttentionSpec, hidden: int) -> dict
     shapes["o_proj.weight"] = (hidden, a.num_heads * a.v_head_dim)
     if a.o_bias:
         shapes["o_proj.bias"] = (hidden,)
+    if a.gate_chunk is not None:
+        shapes |= {f"latent_gate.{name}": shape for name, shape in gate_shapes(a.kv_lora_rank).items()}
     return shapes
 
 

@@ -3,7 +3,8 @@
 `config.json` holds `model_type: mla_native`, the source's configuration under `source_config`, and under `mla` one entry a
 layer: `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`, `frequencies` (the source's frequency index of
 each rotary pair). Tensors carry the decoder's names; attention has `q_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`,
-and no norm on the latent.
+and no norm on the latent. A layer with the entry `gate_chunk` has a gate over chunks of so many tokens, in the tensors
+`latent_gate.{0,2}.{weight,bias}`; programs that know no gates refuse the entry by name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _SOURCES = (LLAMA, MISTRAL, QWEN2, GPT2)
 _LAYER_KEYS = {
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "frequencies", "q_bias", "kv_a_bias", "o_bias",
 }  # fmt: skip
+_OPTIONAL_KEYS = {"gate_chunk"}  # written where it is not None
 
 
 def native_config(source_config: Config, spec: DecoderSpec) -> Config:
@@ -29,7 +31,8 @@ def native_config(source_config: Config, spec: DecoderSpec) -> Config:
     layers: list[dict[str, Any]] = []
     for attention in spec.attention:
         assert isinstance(attention, LatentAttentionSpec)
-        layers.append({key: _plain(getattr(attention, key)) for key in sorted(_LAYER_KEYS)})
+        entry = {key: _plain(getattr(attention, key)) for key in sorted(_LAYER_KEYS | _OPTIONAL_KEYS)}
+        layers.append({key: value for key, value in entry.items() if value is not None or key not in _OPTIONAL_KEYS})
     kept = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
     return {
         "architectures": ["MlaNativeForCausalLM"],
@@ -83,8 +86,9 @@ def _spec(config: Config) -> DecoderSpec:
 
 def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAttentionSpec:
     where = f"config.json: mla.layers[{index}]"
-    if not isinstance(entry, dict) or set(entry) - _LAYER_KEYS:
-        unknown = sorted(set(entry) - _LAYER_KEYS) if isinstance(entry, dict) else entry
+    known_keys = _LAYER_KEYS | _OPTIONAL_KEYS
+    if not isinstance(entry, dict) or set(entry) - known_keys:
+        unknown = sorted(set(entry) - known_keys) if isinstance(entry, dict) else entry
         raise UnsupportedError(f"unknown entries {unknown} in a latent layer", where=where)
     rope_dim = integer(entry, "qk_rope_head_dim", least=0)
     frequencies = entry.get("frequencies")
@@ -113,6 +117,7 @@ def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAtten
         o_bias=flag(entry, "o_bias"),
         window=source.window,
         softcap=source.softcap,
+        gate_chunk=None if entry.get("gate_chunk") is None else integer(entry, "gate_chunk"),
     )
 
 
