@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.console import progress
+from mla_cli.console import note, progress
+from mla_cli.converters.allocate import choose_ranks, turned_energy
 from mla_cli.converters.factorize import Objective, Spectrum, factorize, output_weight
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches, Tick, steps_in
 from mla_cli.converters.plan import ConversionPlan
+from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.rotary_split import Mixing, split_error, split_rotary
 from mla_cli.converters.statistics import SourceStatistics, latent_statistics, source_statistics
 from mla_cli.model.latent_weights import LatentWeights
+
+Ranks = Literal["uniform", "global"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class ClosedForm:
     Attributes:
         split_errors: share of the rotary keys' energy that is left without rotation.
         spectra: what each latent channel is worth.
+        ranks: fitted rank of each layer.
         fisher_tokens: tokens that the Fisher information was taken over (0: another objective).
     """
 
@@ -33,6 +39,7 @@ class ClosedForm:
     narrow: tuple[LatentWeights, ...]
     split_errors: tuple[float, ...]
     spectra: tuple[Spectrum, ...]
+    ranks: tuple[int, ...]
     fisher_tokens: int
 
 
@@ -69,42 +76,72 @@ def closed_form(
     *,
     objective: Objective,
     mixing: Mixing = "complex",
+    ranks: Ranks = "uniform",
+    check: Callable[[Sequence[LatentWeights]], float] | None = None,
     seed: int = 0,
 ) -> ClosedForm:
     """Convert every layer in closed form.
 
     Args:
         statistics: of the source, one a layer. texts: sequences for the Fisher information (objective `fisher` only).
+        ranks: `global` shares the plan's ranks out over the layers by one threshold over their spectra.
+        check: loss of some layers on held-out text. Where given, ranks that were shared out must beat even ones.
     """
     layers = range(bank.model.spec.num_layers)
     wide, errors = [], []
     for index in layers:
         attention, seen = bank.source_attention(index), statistics[index]
+        turned = mixing == "complex"
         split = split_rotary(
-            attention, seen.input_moment, seen.query_energy, plan.layers[index].slots,
-            turn=seen.mean_turn if mixing == "complex" else None, mixing=mixing,
+            attention, seen.input_moment, turned_energy(seen) if turned else seen.query_energy, plan.layers[index].slots,
+            turn=seen.mean_turn if turned else None, mixing=mixing,
         )  # fmt: skip
         errors.append(split_error(attention, split, seen.input_moment, seen.query_energy))
         wide.append(split)
 
-    narrow, spectra, tokens = [], [], 0
-    weight: Tensor | None
+    moments: list[tuple[Tensor, Tensor | None]]
+    tokens = 0
     if objective == "fisher":
         steps = steps_in(batches, len(texts.lengths), len(layers), backward=True)
         with ticking("measuring what matters", steps) as tick:
             latents = latent_statistics(
                 bank.latent_frame(wide), bank.latent_layers(wide), texts.sequences, texts.lengths, batches,
-                seed=seed, tick=tick,
+                seed=seed, compute=fast_dtype(bank.device), tick=tick,
             )  # fmt: skip
         tokens = latents[0].tokens
-    for index in progress(layers, "factorising", unit="layer"):
-        rank = plan.layers[index].fitted_rank
-        if objective == "fisher":
-            moment, weight = latents[index].input_moment, latents[index].fisher
-        else:
-            moment = statistics[index].input_moment
-            weight = output_weight(wide[index], statistics[index].query_moment) if objective == "activation" else None
-        layer, spectrum = factorize(wide[index], rank, moment, weight, weigh_input=objective != "weight")
-        narrow.append(layer)
-        spectra.append(spectrum)
-    return ClosedForm(tuple(wide), tuple(narrow), tuple(errors), tuple(spectra), tokens)
+        moments = [(seen.input_moment, seen.fisher) for seen in latents]
+    else:
+        moments = [
+            (s.input_moment, output_weight(w, s.query_moment) if objective == "activation" else None)
+            for w, s in zip(wide, statistics, strict=True)
+        ]
+    even = tuple(layer.fitted_rank for layer in plan.layers)
+    narrow, spectra = _narrowed(wide, even, moments, weigh_input=objective != "weight")
+    chosen = even
+    if ranks == "global":
+        shared = choose_ranks(spectra, sum(even), even=sum(even) // len(even))
+        if shared != even:
+            other, _ = _narrowed(wide, shared, moments, weigh_input=objective != "weight")
+            if check is None or _better(check(other), check(narrow)):
+                narrow, chosen = other, shared
+    return ClosedForm(tuple(wide), narrow, tuple(errors), spectra, chosen, tokens)
+
+
+def _narrowed(
+    wide: Sequence[LatentWeights],
+    ranks: Sequence[int],
+    moments: Sequence[tuple[Tensor, Tensor | None]],
+    *,
+    weigh_input: bool,
+) -> tuple[tuple[LatentWeights, ...], tuple[Spectrum, ...]]:
+    found = [
+        factorize(wide[i], ranks[i], *moments[i], weigh_input=weigh_input)
+        for i in progress(range(len(wide)), "factorising", unit="layer")
+    ]
+    return tuple(layer for layer, _ in found), tuple(spectrum for _, spectrum in found)
+
+
+def _better(shared: float, even: float) -> bool:
+    taken = shared < even
+    note(f"ranks by one threshold over all layers: KL {shared:.4f}, even ranks {even:.4f}: {'taken' if taken else 'not taken'}")
+    return taken

@@ -12,63 +12,35 @@ from typing import Any
 
 import torch
 
-from mla_cli.calibration.choose_texts import choose_texts
-from mla_cli.calibration.texts import CalibrationTexts, split_heldout
+from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.disk import remove
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.writer import check_output, replace_files
 from mla_cli.console import note
+from mla_cli.converters.charts import spectrum_points
+from mla_cli.converters.choose import choose_plan, loss_of, plan_conversion, ranks_of, with_ranks, with_slots
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics, ticking
+from mla_cli.converters.convert_texts import conversion_texts, first, language_of
+from mla_cli.converters.heal import heal
+from mla_cli.converters.heal_state import HealState, fingerprint, weights_from
 from mla_cli.converters.held_out import Loss, measure
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
-from mla_cli.converters.options import HELD_OUT, PILOT_HELD_OUT, PILOT_SAMPLES, SPLIT_SAMPLES, ConvertOptions
+from mla_cli.converters.options import PILOT_HELD_OUT, SPLIT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import (
-    DEFAULT_RATIO,
     ConversionPlan,
-    Form,
-    choose_form,
-    make_plan,
-    rope_candidates,
+    LayerPlan,
     standard_layers,
 )
 from mla_cli.converters.report import Timings, build_report, model_card
-from mla_cli.converters.statistics import SourceStatistics
+from mla_cli.converters.rotary_split import latent_spec
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
-from mla_cli.errors import InputError, MlaError, UsageError
+from mla_cli.errors import MlaError
+from mla_cli.model.latent_weights import LatentWeights
 from mla_cli.model.tokenizer import load_tokenizer
 
 # Rounding the weights to bfloat16 moves the held-out loss by about 1e-3 nats; a wrong tensor by far more than this.
 VERIFY_NATS = 0.05
-
-
-def plan_conversion(model: ModelSource, options: ConvertOptions) -> list[ConversionPlan]:
-    """The plans worth trying: one, unless the rotary width is to be chosen by measured loss.
-
-    Raises:
-        UsageError: an option is outside its range for this model.
-    """
-    form, reason = choose_form(model.spec, options.format)
-    try:
-        return _plans(model, options, form, reason)
-    except UsageError as refusal:
-        if options.format != "auto" or form == "native":
-            raise
-        return _plans(model, options, "native", refusal.what)
-
-
-def _plans(model: ModelSource, options: ConvertOptions, form: Form, reason: str) -> list[ConversionPlan]:
-    shape = {"ratio": options.ratio, "kv_lora_rank": options.kv_lora_rank}
-    whole = standard_layers(model.spec)[0]
-    widths = [options.qk_rope_head_dim]
-    if options.qk_rope_head_dim is None:
-        budget = (
-            int(whole.cached_per_token / (options.ratio or DEFAULT_RATIO)) if options.kv_lora_rank is None else 1 << 30
-        )
-        widths = list(rope_candidates(model.spec, form, budget))
-        if options.kv_lora_rank is not None:
-            widths = widths[:1]  # the rank is fixed, so a wider rotary key only adds quality
-    return [make_plan(model.spec, form=form, reason=reason, qk_rope_head_dim=w, **shape) for w in widths]  # type: ignore[arg-type]
 
 
 def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.device, command: str) -> dict[str, Any]:
@@ -95,116 +67,155 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         note(line)
     note(f"writing the {plans[0].form} form: {plans[0].reason}")
 
+    state = HealState(out, fingerprint(model.source.sha256(), options), resume=options.resume)
     with _timed(timings, "texts"):
         tokenizer = load_tokenizer(model.source.folder)
-        texts = choose_texts(
-            model, tokenizer, calib=options.calib, samples=options.samples, seq_len=options.seq_len,
-            seed=options.seed, device=device,
-        )  # fmt: skip
-        fitted, unseen = split_heldout(texts)
-        if not len(unseen.lengths):
-            raise InputError(
-                f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or use --calib self"
-            )
-        unseen = _first(unseen, HELD_OUT)
+        fitted, unseen, long_unseen, healing = conversion_texts(model, tokenizer, options, device)
+        language = language_of(tokenizer, fitted, options.preset)
     bank = LayerBank(model, device)
-    longest = int(fitted.lengths.max())
-    batches = Batches.fit(longest, model.spec.hidden_size, model.spec.num_layers)
-    with _timed(timings, "source_statistics"):
-        seen = fitted if options.objective == "activation" else _first(fitted, SPLIT_SAMPLES)
-        statistics = gather_source_statistics(bank, seen, batches)
-    with _timed(timings, "rotary_width"):
-        plan = _choose_plan(bank, plans, statistics, fitted, unseen, batches, options)
-    with _timed(timings, "closed_form"):
-        closed = closed_form(
-            bank, plan, statistics, _first(fitted, options.fisher_samples), batches,
-            objective=options.objective, mixing=options.mixing, seed=options.seed,
-        )  # fmt: skip
+    batches = Batches.fit(int(fitted.lengths.max()), model.spec.hidden_size, model.spec.num_layers)
+    plan, layers, facts = _fit(bank, plans, fitted, unseen, batches, options, state, timings)
+    layer_errors: tuple[tuple[float, float], ...] = ()
+    if options.heal.mode != "none":
+        with _timed(timings, "healing"):
+            healed = heal(
+                model, layers, healing, long_unseen, options.heal, state, device=device,
+                opening=tokenizer.bos_id if tokenizer.adds_bos else None,
+            )  # fmt: skip
+        layers, layer_errors, facts["healing"] = healed.layers, healed.layer_errors, healed.record
     with _timed(timings, "write"):
         write_checkpoint(
-            model, plan, closed.narrow, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
+            model, plan, layers, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
         )
     try:
         with _timed(timings, "verify"):
-            held_out = _held_out(bank, closed, unseen, batches, out)
+            held_out = _held_out_final(bank, layers, unseen, batches, out)
             verification = _verify(held_out, out)
     except BaseException:
         remove(out.resolve())  # unverified, it would look complete
         raise
     timings.seconds["total"] = sum(timings.seconds.values())
+    losses = {name: Loss(**loss) for name, loss in facts["held_out"].items()}
     report = build_report(
         source=source,
         source_sha256=model.source.sha256(),
         revision=model.source.revision,
+        command=command,
         plan=plan,
-        closed=closed,
-        held_out=held_out,
+        facts=facts,
+        layer_errors=layer_errors,
+        held_out={**losses, "final": held_out["final"]},
         calibration={
-            "origin": texts.origin,
-            "requested": texts.requested,
+            "origin": fitted.origin,
+            "language": language,
+            "requested": fitted.requested,
             "sequences": len(fitted.lengths),
             "tokens": fitted.tokens,
-            "split_tokens": statistics[0].tokens,
-            "fisher_tokens": closed.fisher_tokens,
-            "skipped": texts.skipped,
+            "split_tokens": facts["split_tokens"],
+            "fisher_tokens": facts["fisher_tokens"],
+            "healing_tokens": healing.tokens if options.heal.mode != "none" else 0,
+            "skipped": fitted.skipped,
         },
-        options={key: value for key, value in asdict(options).items() if key != "force"},
+        options={key: value for key, value in asdict(options).items() if key not in ("force", "resume")},
         notes=notes,
         dtype=_name(dtype),
         timings=timings,
         verification=verification,
     )
     replace_files(out, report_files(report, model_card(report, command)))
+    state.remove()
     return report
 
 
-def _choose_plan(
+def _fit(
     bank: LayerBank,
     plans: list[ConversionPlan],
-    statistics: list[SourceStatistics],
     fitted: CalibrationTexts,
     unseen: CalibrationTexts,
     batches: Batches,
     options: ConvertOptions,
-) -> ConversionPlan:
-    """The plan with the least held-out divergence from the source after a rough closed form."""
-    if len(plans) == 1:
-        return plans[0]
-    few, probe = _first(fitted, PILOT_SAMPLES), _first(unseen, PILOT_HELD_OUT)
-    losses: list[float] = []
-    for plan in plans:
-        rough = closed_form(
-            bank, plan, statistics, few, batches,
-            objective=options.objective, mixing=options.mixing, seed=options.seed,
+    state: HealState,
+    timings: Timings,
+) -> tuple[ConversionPlan, tuple[LatentWeights, ...], dict[str, Any]]:
+    """The closed form and what the report says of it, from an interrupted run where there is one."""
+    earlier = state.load_closed_form()
+    if earlier is not None:
+        tensors, facts = earlier
+        plan = replace(plans[0], layers=tuple(LayerPlan(r, f, tuple(s)) for r, f, s in facts["plan"]))
+        specs = standard_layers(bank.model.spec)
+        layers = tuple(
+            weights_from(latent_spec(spec, layer.fitted_rank, layer.slots), found)
+            for spec, layer, found in zip(specs, plan.layers, tensors, strict=True)
+        )
+        timings.seconds.update(facts["seconds"])
+        return plan, layers, facts
+    with _timed(timings, "source_statistics"):
+        seen = fitted if options.objective == "activation" else first(fitted, SPLIT_SAMPLES)
+        statistics = gather_source_statistics(bank, seen, batches)
+    with _timed(timings, "rotary_width"):
+        plans = [with_slots(bank, plan, statistics) for plan in plans]
+        plan = choose_plan(bank, plans, statistics, fitted, unseen, batches, options)
+    with _timed(timings, "closed_form"):
+        probe = first(unseen, PILOT_HELD_OUT)
+        closed = closed_form(
+            bank, plan, statistics, first(fitted, options.fisher_samples), batches,
+            objective=options.objective, mixing=options.mixing, ranks=ranks_of(plan, options), seed=options.seed,
+            check=lambda layers: loss_of(bank, layers, probe, batches).kl,
         )  # fmt: skip
-        stages = {
-            "source": (bank.frame, bank.source_layer),
-            "plan": (bank.frame, bank.latent_layers(rough.narrow)),
-        }
-        losses.append(measure(stages, probe.sequences, probe.lengths, batches)["plan"].kl)
-        shape = plan.layers[0]
-        note(f"rotary key of {shape.qk_rope_head_dim} beside a latent of {shape.kv_lora_rank}: KL {losses[-1]:.4f}")
-    return plans[losses.index(min(losses))]
+        plan = with_ranks(plan, closed.ranks)
+    with _timed(timings, "held_out"):
+        losses = _held_out(bank, closed, unseen, batches)
+    facts = {
+        "plan": [(layer.kv_lora_rank, layer.fitted_rank, layer.slots) for layer in plan.layers],
+        "split_errors": closed.split_errors,
+        "spectra": [
+            spectrum_points(spectrum.energy.tolist(), keep=layer.fitted_rank)
+            for spectrum, layer in zip(closed.spectra, plan.layers, strict=True)
+        ],
+        "factorization_errors": [
+            spectrum.loss(layer.fitted_rank) / max(spectrum.loss(0), 1e-300)
+            for spectrum, layer in zip(closed.spectra, plan.layers, strict=True)
+        ],
+        "fisher_tokens": closed.fisher_tokens,
+        "split_tokens": statistics[0].tokens,
+        "held_out": {name: asdict(loss) for name, loss in losses.items()},
+        "seconds": dict(timings.seconds),
+    }
+    if options.heal.mode != "none":
+        state.save_closed_form(closed.narrow, facts)
+    return plan, closed.narrow, facts
 
 
 def _held_out(
-    bank: LayerBank, closed: ClosedForm, unseen: CalibrationTexts, batches: Batches, out: Path
+    bank: LayerBank, closed: ClosedForm, unseen: CalibrationTexts, batches: Batches
 ) -> dict[str, Loss]:
-    written = LayerBank(open_model(str(out.resolve())), bank.device)
     stages = {
         "source": (bank.frame, bank.source_layer),
         "rope_split": (bank.frame, bank.latent_layers(closed.wide)),
         "closed_form": (bank.frame, bank.latent_layers(closed.narrow)),
+    }
+    steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
+    with ticking("checking the closed form on held-out text", steps) as tick:
+        return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
+
+
+def _held_out_final(
+    bank: LayerBank, layers: tuple[LatentWeights, ...], unseen: CalibrationTexts, batches: Batches, out: Path
+) -> dict[str, Loss]:
+    written = LayerBank(open_model(str(out.resolve())), bank.device)
+    stages = {
+        "source": (bank.frame, bank.source_layer),
+        "computed": (bank.frame, bank.latent_layers(layers)),
         "final": (written.frame, written.source_layer),
     }
     steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
-    with ticking("checking on held-out text", steps) as tick:
+    with ticking("checking the file on held-out text", steps) as tick:
         return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
 
 
 def _verify(held_out: dict[str, Loss], out: Path) -> dict[str, Any]:
     """Compare the file on the disk with what was computed in memory."""
-    moved = held_out["final"].nll - held_out["closed_form"].nll
+    moved = held_out["final"].nll - held_out["computed"].nll
     if not abs(moved) <= VERIFY_NATS:
         raise MlaError(
             f"the written checkpoint's held-out loss is {moved:+.3f} nats off what was computed",
@@ -212,11 +223,6 @@ def _verify(held_out: dict[str, Loss], out: Path) -> dict[str, Any]:
             fix="it was removed; check the disk, and report this if it comes again",
         )
     return {"reloaded": True, "nll_difference": moved}
-
-
-def _first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
-    lengths = texts.lengths[:count]
-    return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)
 
 
 def _stored_numbers(model: ModelSource) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_cli.converters.precision import computing_in
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Record
 from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
@@ -61,6 +62,7 @@ def run(
     observe: ForwardObserver | None = None,
     observe_gradient: GradientObserver | None = None,
     seed: int = 0,
+    compute: torch.dtype = torch.float32,
     tick: Tick = lambda: None,
 ) -> None:
     """Pass all sequences through all layers, and back where gradients are asked for.
@@ -72,6 +74,7 @@ def run(
         frame: the decoder's embedding, norm and head. layer_at: gives layer `i`, frozen, ready to run.
         sequences: `[N, T]` int64; lengths: `[N]`.
         observe: called in the forward pass. observe_gradient: called in the backward pass.
+        compute: type of the matrix products inside layers; hidden states between layers stay in float32.
     """
     layers = frame.spec.num_layers
     for chosen in batches.rounds(sequences.shape[0]):
@@ -89,7 +92,7 @@ def run(
         for index in range(layers):
             layer = layer_at(index)
             hidden = torch.empty_like(hidden)
-            with torch.no_grad():
+            with torch.no_grad(), computing_in(compute, frame.device):
                 for m in micros:
                     record: Record = {}
                     micro_step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
@@ -112,10 +115,10 @@ def run(
                 record = {}
                 x = between[-1][m].detach().requires_grad_(True)
                 micro_step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
-                with torch.enable_grad():
+                with torch.enable_grad(), computing_in(compute, frame.device):
                     out = layer(x, micro_step, record)
                     # The first layer's input gradient is not needed by anyone, but costs little.
-                    to_x, to_latent = torch.autograd.grad(out, (x, record["latent"]), gradient[m])
+                    to_x, to_latent = torch.autograd.grad(out, (x, record["latent"]), gradient[m].to(out.dtype))
                 observe_gradient(index, {k: v.detach() for k, v in record.items()}, to_latent, valid[m])
                 gradient[m] = to_x
             tick()

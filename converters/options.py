@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from mla_cli.converters.closed_form import Ranks
 from mla_cli.converters.factorize import Objective
+from mla_cli.converters.heal_options import HealOptions
+from mla_cli.converters.presets import DEFAULT_PRESET
 from mla_cli.converters.rotary_split import Mixing
 
 # Forward statistics are cheap; 512 sequences of 512 tokens cover a text well.
@@ -36,8 +39,12 @@ class ConvertOptions:
     fisher_samples: int = FISHER_SAMPLES
     objective: Objective = "fisher"
     mixing: Mixing = "complex"
+    ranks: Ranks = "global"  # in the native form; the stock form has one rank
+    preset: str = DEFAULT_PRESET
     format: Literal["auto", "deepseek", "native"] = "auto"
     dtype: str = "auto"
     max_shard_bytes: int = 5 * 10**9
     force: bool = False
     seed: int = 0
+    heal: HealOptions = field(default_factory=HealOptions)
+    resume: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mla_cli.checkpoint.deepseek_form import constant_channels, free_rank, stock_slots, why_not_stock
+from mla_cli.checkpoint.deepseek_form import constant_channels, free_rank, why_not_stock
 from mla_cli.converters.rotary_split import default_slots
 from mla_cli.errors import UnsupportedError, UsageError
 from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
@@ -36,12 +36,13 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Form of the output, why that one, and every layer's shape."""
+    """Form of the output, why that one, every layer's shape, and the ratio that was asked for (None: a rank was)."""
 
     form: Form
     reason: str
     layers: tuple[LayerPlan, ...]
     source_cached_per_token: int
+    asked_ratio: float | None = None
 
     @property
     def cached_per_token(self) -> int:
@@ -98,8 +99,8 @@ def rope_candidates(spec: DecoderSpec, form: Form, budget: int) -> list[int]:
         return [0]
     whole = attention.rotary.dim
     widths = [whole // m for m in (1, 2, 4) if whole % (2 * m) == 0]
-    if form == "deepseek":
-        widths = [w for w in widths if stock_slots(attention.rotary, w) is not None]
+    if form == "deepseek" and attention.rotary.by_length:
+        widths = [whole]
     least = max(1, min(MIN_RANK, budget // 2))
     return [w for w in widths if budget - w >= least] or widths[-1:]
 
@@ -141,7 +142,7 @@ def make_plan(
                 where="--kv-lora-rank" if kv_lora_rank is not None else "--ratio",
             )
         plans.append(_layer_plan(attention, form, rank, qk_rope_head_dim))
-    return ConversionPlan(form, reason, tuple(plans), sum(a.cached_per_token for a in layers))
+    return ConversionPlan(form, reason, tuple(plans), sum(a.cached_per_token for a in layers), ratio)
 
 
 def _layer_plan(attention: StandardAttentionSpec, form: Form, rank: int, rope_dim: int) -> LayerPlan:
@@ -149,8 +150,7 @@ def _layer_plan(attention: StandardAttentionSpec, form: Form, rank: int, rope_di
         frequencies = attention.rotary.dim // 2 if attention.rotary is not None else 0
         return LayerPlan(rank, rank, default_slots(frequencies, rope_dim, attention.num_kv_heads))
     assert attention.rotary is not None  # why_not_stock has refused it
-    slots = stock_slots(attention.rotary, rope_dim)
-    if slots is None:
+    if attention.rotary.by_length and rope_dim != attention.rotary.dim:
         raise UsageError(
             f"the stock DeepSeek form cannot have a rotary key of {rope_dim} for this source: its frequencies would not match",
             where="--qk-rope-head-dim",
@@ -162,4 +162,5 @@ def _layer_plan(attention: StandardAttentionSpec, form: Form, rank: int, rope_di
             where="--kv-lora-rank",
             fix="use at least 8, or --format native",
         )
+    slots = default_slots(attention.rotary.dim // 2, rope_dim, attention.num_kv_heads)
     return LayerPlan(rank, free_rank(rank), slots)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mla_cli import __version__
-from mla_cli.converters.closed_form import ClosedForm
 from mla_cli.converters.held_out import Loss
 from mla_cli.converters.plan import ConversionPlan
 
@@ -51,8 +50,10 @@ def build_report(
     source: str,
     source_sha256: str,
     revision: str | None,
+    command: str,
     plan: ConversionPlan,
-    closed: ClosedForm,
+    facts: dict[str, Any],
+    layer_errors: tuple[tuple[float, float], ...],
     held_out: dict[str, Loss],
     calibration: dict[str, Any],
     options: dict[str, Any],
@@ -69,14 +70,16 @@ def build_report(
             "kv_lora_rank": layer.kv_lora_rank,
             "fitted_rank": layer.fitted_rank,
             "qk_rope_head_dim": layer.qk_rope_head_dim,
-            "rope_split_error": closed.split_errors[i],
-            "factorization_error": closed.spectra[i].loss(layer.fitted_rank) / max(closed.spectra[i].loss(0), 1e-300),
-            "healed_error": None,
+            "rope_split_error": facts["split_errors"][i],
+            "factorization_error": facts["factorization_errors"][i],
+            "healed_error": layer_errors[i][1] if layer_errors else None,
+            "spectrum": facts["spectra"][i],
         }
         for i, layer in enumerate(plan.layers)
     ]
     return {
         "source": source,
+        "command": command,
         "source_sha256": source_sha256,
         "source_revision": revision,
         "format": plan.form,
@@ -97,6 +100,7 @@ def build_report(
             "tokens": held_out["source"].tokens,
         },
         "verification": verification,
+        "healing": facts.get("healing"),
         "calibration": calibration,
         "options": options,
         "notes": notes,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_cli.model.attention import StandardAttention
 from mla_cli.model.latent_weights import LatentWeights, bias_or_zeros
-from mla_cli.model.spec import LatentAttentionSpec
+from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec
 
 Mixing = Literal["complex", "real"]
 
@@ -113,21 +113,7 @@ def split_rotary(
         torch.eye(width, dtype=torch.float64).view(groups, d, width).repeat_interleave(per_group, dim=0)
     )  # [H, d, G*d]
     nothing = torch.zeros_like(eye)
-    spec = LatentAttentionSpec(
-        num_heads=s.num_heads,
-        kv_lora_rank=2 * width,
-        qk_nope_head_dim=d,
-        qk_rope_head_dim=2 * len(slots),
-        v_head_dim=d,
-        scale=s.scale,
-        rotary=s.rotary,
-        frequencies=tuple(slots) if s.rotary is not None else None,
-        q_bias=True,
-        kv_a_bias=True,
-        o_bias=True,
-        window=s.window,
-        softcap=s.softcap,
-    )
+    spec = latent_spec(s, 2 * width, tuple(slots))
     return LatentWeights(
         spec,
         q[..., :hidden],
@@ -139,6 +125,42 @@ def split_rotary(
         attention.o_proj.weight.detach().cpu().double(),
         bias_or_zeros(attention.o_proj),
     ).with_needed_biases()
+
+
+def latent_spec(source: StandardAttentionSpec, kv_lora_rank: int, slots: tuple[int, ...]) -> LatentAttentionSpec:
+    """The latent attention that stands in for `source` with this rank and these rotary slots; every bias is there."""
+    return LatentAttentionSpec(
+        num_heads=source.num_heads,
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=source.head_dim,
+        qk_rope_head_dim=2 * len(slots),
+        v_head_dim=source.head_dim,
+        scale=source.scale,
+        rotary=source.rotary,
+        frequencies=slots if source.rotary is not None else None,
+        q_bias=True,
+        kv_a_bias=True,
+        o_bias=True,
+        window=source.window,
+        softcap=source.softcap,
+    )
+
+
+def component_energies(attention: StandardAttention, input_moment: Tensor, query_energy: Tensor) -> Tensor:
+    """Energy of each principal component of the keys at each frequency, weighted by the queries' `[H, n]` energy.
+
+    Returns:
+        `[n, G]` float64, descending along `G`.
+    """
+    s = attention.spec
+    assert s.rotary is not None
+    n = s.rotary.dim // 2
+    w_k = _augmented(attention.k_proj).view(s.num_kv_heads, s.head_dim, -1)
+    keys = torch.complex(w_k[:, :n], w_k[:, n : 2 * n])  # [G, n, D+1]
+    weight = query_energy.view(s.num_kv_heads, -1, n).sum(dim=1).clamp(min=0).sqrt()  # [G, n]
+    weighted = (weight[..., None] * keys).transpose(0, 1)  # [n, G, D+1]
+    covariance = weighted @ input_moment.to(keys.dtype) @ weighted.mH  # [n, G, G]
+    return torch.linalg.eigvalsh(covariance).flip(-1)
 
 
 def split_error(

@@ -111,9 +111,14 @@ def latent_statistics(
     batches: Batches,
     *,
     seed: int = 0,
+    compute: torch.dtype = torch.float32,
     tick: Tick = lambda: None,
 ) -> list[LatentStatistics]:
-    """Forward and backward statistics of every layer of a latent model (a wide one, straight after the rotary split)."""
+    """Forward and backward statistics of every layer of a latent model (a wide one, straight after the rotary split).
+
+    Args:
+        compute: type of the matrix products. What comes out are means over thousands of tokens: rounding is lost in them.
+    """
     specs = [s for s in frame.spec.attention if isinstance(s, LatentAttentionSpec)]
     hidden = frame.spec.hidden_size
     inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
@@ -126,7 +131,7 @@ def latent_statistics(
         fishers[layer] += second_moment(g).cpu()
         tokens[layer] += len(g)
 
-    run(frame, layer_at, sequences, lengths, batches, observe_gradient=observe, seed=seed, tick=tick)
+    run(frame, layer_at, sequences, lengths, batches, observe_gradient=observe, seed=seed, compute=compute, tick=tick)
     return [
         LatentStatistics(moment / moment[-1, -1].clamp(min=1e-300), fisher / max(1, count), count)
         for moment, fisher, count in zip(inputs, fishers, tokens, strict=True)

@@ -78,6 +78,24 @@ def attention(
     return out.transpose(1, 2)[..., : value.shape[-1]]
 
 
+def causal_attention_by_products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Plain causal attention as two batched matrix products, for training on a CPU; arguments as in `attention`.
+
+    Through bfloat16 products and back it is two to three times faster than PyTorch's fused CPU attention at up to a thousand
+    tokens (its backward pass above all), at the price of scores rounded to the type of `query` and of `T^2` numbers kept.
+    """
+    b, t, h, d = query.shape
+    groups = h // key.shape[2]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+    q = query.transpose(1, 2).reshape(b * h, t, d)
+    k = key.permute(0, 2, 3, 1).reshape(b * h, d, t)
+    v = value.transpose(1, 2).reshape(b * h, t, -1)
+    later = torch.full((t, t), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    scores = torch.baddbmm(later.expand(b * h, t, t), q, k, alpha=scale)  # [B*H, T, T]
+    return torch.bmm(scores.softmax(dim=-1), v).view(b, h, t, -1).transpose(1, 2)  # [B, T, H, d_v]
+
+
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

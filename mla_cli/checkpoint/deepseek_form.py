@@ -18,6 +18,7 @@ from mla_cli.errors import UsageError
 from mla_cli.model.attention import LatentAttention
 from mla_cli.model.families.base import Config
 from mla_cli.model.latent_weights import LatentWeights, bias_or_zeros
+from mla_cli.model.rotary import inverse_frequencies
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, RotarySpec
 
 LOG2_SCALE = 16  # k: large enough that |c|^2 vanishes beside r * 4^k in float32, small enough for every exponent range
@@ -41,17 +42,6 @@ def why_not_stock(spec: DecoderSpec) -> str | None:
             return f"a sliding window of {attention.window} tokens"
         if attention.softcap is not None:
             return "soft-capped attention scores"
-    return None
-
-
-def stock_slots(rotary: RotarySpec, qk_rope_head_dim: int) -> tuple[int, ...] | None:
-    """The source frequency that each rotary pair of a stock model of that width turns at; None if they do not match."""
-    pairs, frequencies = qk_rope_head_dim // 2, rotary.dim // 2
-    if pairs == frequencies:
-        return tuple(range(frequencies))
-    # theta^(-2i/d') with d' = d/m is every m-th frequency; dynamic and yarn scaling also depend on the width itself.
-    if pairs and pairs < frequencies and frequencies % pairs == 0 and rotary.kind in ("default", "linear", "llama3"):
-        return tuple(range(0, frequencies, frequencies // pairs))
     return None
 
 
@@ -95,7 +85,7 @@ def stock_tensors(weights: LatentWeights, kv_lora_rank: int, *, query_bias: bool
     """A layer's tensors below `self_attn.`, float64.
 
     Args:
-        weights: a layer with `free_rank(kv_lora_rank)` latent channels, whose rotary slots are `stock_slots`.
+        weights: a layer with `free_rank(kv_lora_rank)` latent channels, whose rotary slots `stock_config` was given.
         kv_lora_rank: width of the latent with constant channels.
         query_bias: whether queries go through `q_a` and `q_b`, which is how a bias is carried.
     """
@@ -228,7 +218,7 @@ def stock_config(
         "qk_rope_head_dim": attention.qk_rope_head_dim,
         "v_head_dim": attention.v_head_dim,
         "rope_interleave": True,
-        **_rope_config(attention.rotary),
+        **_rope_config(attention),
         "first_k_dense_replace": layers,
         "n_routed_experts": 1,  # null is refused by transformers; no layer uses it
         "n_shared_experts": 1,
@@ -239,8 +229,43 @@ def stock_config(
     }
 
 
-def _rope_config(rotary: RotarySpec | None) -> dict[str, Any]:
+def _rope_config(attention: LatentAttentionSpec) -> dict[str, Any]:
+    rotary = attention.rotary
     assert rotary is not None  # why_not_stock has refused it
+    scaling = _source_scaling(rotary) if _is_plain(attention) else _table_scaling(attention, rotary)
+    config: dict[str, Any] = {
+        "rope_theta": rotary.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rotary.theta, **scaling},
+    }
+    if scaling:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _is_plain(attention: LatentAttentionSpec) -> bool:
+    """Whether the slots are the source's frequencies, all of them in order."""
+    assert attention.rotary is not None
+    return attention.frequencies is None or attention.frequencies == tuple(range(attention.rotary.dim // 2))
+
+
+def _table_scaling(attention: LatentAttentionSpec, rotary: RotarySpec) -> dict[str, Any]:
+    """Any table of frequencies, as LongRoPE: each slot's plain frequency over the one it is to turn at."""
+    assert attention.frequencies is not None
+    pairs = len(attention.frequencies)
+    plain = rotary.theta ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    wanted = inverse_frequencies(rotary).double()[list(attention.frequencies)]
+    factors = (plain / wanted).tolist()
+    return {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "attention_factor": rotary.attention_factor,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": max(1, rotary.original_max_position_embeddings),
+    }
+
+
+def _source_scaling(rotary: RotarySpec) -> dict[str, Any]:
     scaling: dict[str, Any] = {}
     if rotary.kind != "default":
         scaling = {"rope_type": rotary.kind, "factor": rotary.factor}
@@ -259,10 +284,11 @@ def _rope_config(rotary: RotarySpec | None) -> dict[str, Any]:
             "beta_slow": rotary.beta_slow,
             "truncate": rotary.truncate,
         }
-    config: dict[str, Any] = {
-        "rope_theta": rotary.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rotary.theta, **scaling},
-    }
-    if scaling:
-        config["rope_scaling"] = scaling
-    return config
+    if rotary.kind == "longrope":
+        scaling |= {
+            "original_max_position_embeddings": rotary.original_max_position_embeddings,
+            "attention_factor": rotary.attention_factor,
+            "short_factor": list(rotary.short_factor),
+            "long_factor": list(rotary.long_factor),
+        }
+    return scaling

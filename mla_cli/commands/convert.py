@@ -25,7 +25,10 @@ def convert(
     ratio: Annotated[
         float | None,
         typer.Option(
-            "--ratio", metavar="R", help="Cached numbers of the source over ours (default 4).", rich_help_panel=BUDGET
+            "--ratio",
+            metavar="R",
+            help="Cached numbers of the source over ours (default: the preset's, 4).",
+            rich_help_panel=BUDGET,
         ),
     ] = None,
     kv_lora_rank: Annotated[
@@ -65,6 +68,24 @@ def convert(
             **options.one_of("fisher", "activation", "weight"),
         ),
     ] = "fisher",
+    ranks: Annotated[
+        str,
+        typer.Option(
+            "--ranks",
+            help="One rank for all layers, or shared out by what each loses (native form, where it measures better).",
+            rich_help_panel=METHOD,
+            **options.one_of("uniform", "global"),
+        ),
+    ] = "global",
+    preset: Annotated[
+        str,
+        typer.Option(
+            "--preset",
+            help="What the model is for: bounds the ratio, and chooses calibration text where none is given.",
+            rich_help_panel=METHOD,
+            **options.one_of("general", "math", "chat", "code"),
+        ),
+    ] = "general",
     rotary_mixing: Annotated[
         str,
         typer.Option(
@@ -78,11 +99,27 @@ def convert(
         str,
         typer.Option(
             "--heal",
-            help="Training after the closed form; this version has none.",
+            help="Short training after the closed form: layer by layer, or end to end (slower, better).",
             rich_help_panel=METHOD,
-            **options.one_of("none"),
+            **options.one_of("none", "layers", "full"),
         ),
-    ] = "none",
+    ] = "layers",
+    heal_minutes: Annotated[
+        float,
+        typer.Option(
+            "--heal-minutes", metavar="M", min=0.01, help="Longest time to heal.", rich_help_panel=METHOD
+        ),
+    ] = 15.0,
+    heal_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--heal-steps",
+            metavar="N",
+            min=1,
+            help="Steps (a layer) instead of minutes: the result does not depend on the machine's speed.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     form: Annotated[
         str,
         typer.Option(
@@ -96,6 +133,10 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file.", rich_help_panel=OUTPUT)
     ] = "5GB",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with an interrupted conversion to OUT.", rich_help_panel=OUTPUT),
+    ] = False,
     force: options.Force = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and touch nothing.", rich_help_panel=OUTPUT)
@@ -127,6 +168,7 @@ def convert(
     options.setup_runtime(threads, seed, quiet, debug)
     from mla_cli.checkpoint.writer import parse_size
     from mla_cli.converters.convert import convert as run_conversion
+    from mla_cli.converters.heal_options import HealOptions
     from mla_cli.converters.options import ConvertOptions
 
     chosen = ConvertOptions(
@@ -139,11 +181,15 @@ def convert(
         fisher_samples=fisher_samples,
         objective=objective,  # type: ignore[arg-type]
         mixing=rotary_mixing,  # type: ignore[arg-type]
+        ranks=ranks,  # type: ignore[arg-type]
+        preset=preset,
         format=form,  # type: ignore[arg-type]
         dtype=dtype,
         max_shard_bytes=parse_size(max_shard_size),
         force=force,
         seed=seed,
+        heal=HealOptions(mode=heal, minutes=heal_minutes, steps=heal_steps, seed=seed),  # type: ignore[arg-type]
+        resume=resume,
     )
     if dry_run:
         _show_plan(src, chosen, json)
@@ -160,7 +206,7 @@ def convert(
 
 def _show_plan(src: str, chosen: ConvertOptions, json: bool) -> None:
     from mla_cli.checkpoint.load import open_model
-    from mla_cli.converters.convert import plan_conversion
+    from mla_cli.converters.choose import plan_conversion
     from mla_cli.converters.estimate import estimate
 
     model = open_model(src)

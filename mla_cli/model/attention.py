@@ -16,6 +16,8 @@ from mla_cli.model.spec import LatentAttentionSpec, RotarySpec, StandardAttentio
 
 Record = dict[str, Tensor]
 
+PRODUCTS_UP_TO = 1024  # tokens: beyond, the scores of a training step cost more memory than they save time
+
 
 @dataclass
 class Step:
@@ -25,7 +27,7 @@ class Step:
         positions: `[B, T]` int64; `ends`: `[B]` tokens of each sequence once this step is done.
         cache: where earlier tokens are, or None.
         keys: key places to read, `S`; `fresh`: no earlier tokens, so the step attends to itself alone.
-        backend: `torch` or `reference`.
+        backend: `torch`, `reference`, or `training`: as torch, by operators whose backward pass is fast (fresh steps only).
     """
 
     positions: Tensor
@@ -58,6 +60,17 @@ class Step:
         return self._chunks[size]
 
 
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, step: Step, window: int | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Attention with explicit keys and values, `[B, T, H, d_v]`, by the operator that suits the step."""
+    visible = step.visible(window)
+    by_products = step.backend == "training" and q.device.type == "cpu" and q.dtype == torch.bfloat16
+    if by_products and visible is None and softcap is None and q.shape[1] <= PRODUCTS_UP_TO:
+        return torch_ops.causal_attention_by_products(q, k, v, scale)
+    return torch_ops.attention(q, k, v, visible, scale, softcap)
+
+
 class StandardAttention(nn.Module):
     """`softmax(scale * rope(q) rope(k)^T) v`, heads sharing keys in groups."""
 
@@ -85,7 +98,7 @@ class StandardAttention(nn.Module):
             k, v = step.cache.write(self.layer, step.positions, k, v)
             if not step.fresh:
                 k, v = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, G, d]
-        out = torch_ops.attention(q, k, v, step.visible(s.window), s.scale, s.softcap)  # [B, T, H, d]
+        out = _explicit(q, k, v, step, s.window, s.scale, s.softcap)  # [B, T, H, d]
         if record is not None:
             record["heads"] = out
         return self.o_proj(out.flatten(-2))
@@ -134,13 +147,12 @@ class LatentAttention(nn.Module):
             k_rope = rotate(k_rope, cos, sin, interleaved=s.interleaved)
         if step.cache is not None:
             latent, k_rope = step.cache.write(self.layer, step.positions, latent, k_rope)
-        visible = step.visible(s.window)
-        if step.fresh and step.backend == "torch":
-            out = self._rebuilt(q_nope, q_rope, latent, k_rope, visible)
+        if step.fresh and step.backend != "reference":
+            out = self._rebuilt(q_nope, q_rope, latent, k_rope, step)
         else:
             if step.cache is not None and not step.fresh:
                 latent, k_rope = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, r], [B, S, rope]
-            out = self._absorbed(q_nope, q_rope, latent, k_rope, visible, step)
+            out = self._absorbed(q_nope, q_rope, latent, k_rope, step.visible(s.window), step)
         if record is not None:
             record["heads"] = out
         return self.o_proj(out.flatten(-2))
@@ -172,15 +184,13 @@ class LatentAttention(nn.Module):
         up = self.kv_b_proj.weight.view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
         return up.split((s.qk_nope_head_dim, s.v_head_dim), dim=1)  # type: ignore[no-any-return]
 
-    def _rebuilt(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor | None
-    ) -> Tensor:
+    def _rebuilt(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, step: Step) -> Tensor:
         s = self.spec
         kv = self.kv_b_proj(latent).unflatten(-1, (s.num_heads, -1))  # [B, T, H, nope+v]
         k_nope, v = kv.split((s.qk_nope_head_dim, s.v_head_dim), dim=-1)
         query = torch.cat((q_nope, q_rope), dim=-1)  # [B, T, H, nope+rope]
         key = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, s.num_heads, -1)), dim=-1)
-        return torch_ops.attention(query, key, v, visible, s.scale, s.softcap)  # [B, T, H, v]
+        return _explicit(query, key, v, step, s.window, s.scale, s.softcap)  # [B, T, H, v]
 
     def _absorbed(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor | None, step: Step

@@ -15,10 +15,10 @@ def inverse_frequencies(rotary: RotarySpec, length: Tensor | int = 0) -> Tensor:
 
     Args:
         rotary: what rotates and how it is scaled.
-        length: tokens in the sequence, an int or one number a sequence `[B]`; only `dynamic` scaling looks at it.
+        length: tokens in the sequence, an int or one number a sequence `[B]`; only scaling `by_length` looks at it.
 
     Returns:
-        `[dim / 2]`, or `[B, dim / 2]` for `dynamic` scaling of a `[B]` length. In radians a position.
+        `[dim / 2]`, or `[B, dim / 2]` for scaling by length of a `[B]` length. In radians a position.
     """
     exponent = torch.arange(0, rotary.dim, 2, dtype=torch.int64).float() / rotary.dim  # [n]
     if rotary.kind == "dynamic":
@@ -30,6 +30,8 @@ def inverse_frequencies(rotary: RotarySpec, length: Tensor | int = 0) -> Tensor:
         return _llama3(rotary, plain)
     if rotary.kind == "yarn":
         return _yarn(rotary, plain)
+    if rotary.kind == "longrope":
+        return _longrope(rotary, exponent, length)
     return plain
 
 
@@ -39,12 +41,12 @@ def rotary_tables(rotary: RotarySpec, positions: Tensor, lengths: Tensor) -> tup
     Args:
         rotary: the embedding.
         positions: `[B, T]` int64.
-        lengths: `[B]` tokens of each whole sequence so far (for `dynamic` scaling).
+        lengths: `[B]` tokens of each whole sequence so far (for scaling by length).
 
     Returns:
         Two float32 tensors `[B, T, dim / 2]`, multiplied by the embedding's attention factor.
     """
-    if rotary.kind == "dynamic":
+    if rotary.by_length:
         frequencies = inverse_frequencies(rotary, lengths.cpu()).to(positions.device)[:, None, :]  # [B, 1, n]
     else:
         frequencies = inverse_frequencies(rotary).to(positions.device)  # [n]
@@ -78,6 +80,16 @@ def _dynamic_theta(rotary: RotarySpec, length: Tensor | int) -> Tensor:
     tokens = torch.as_tensor(length, dtype=torch.float32).clamp(min=trained)[..., None]
     grown = rotary.factor * tokens / trained - (rotary.factor - 1)
     return rotary.theta * grown ** (rotary.dim / (rotary.dim - 2))
+
+
+def _longrope(rotary: RotarySpec, exponent: Tensor, length: Tensor | int) -> Tensor:
+    # LongRoPE (arXiv 2402.13753): a factor of its own for every frequency, others beyond the original context.
+    short = torch.tensor(rotary.short_factor, dtype=torch.float32)
+    if not rotary.by_length:
+        return 1.0 / (short * rotary.theta**exponent)
+    longer = torch.as_tensor(length)[..., None] > rotary.original_max_position_embeddings
+    factors = torch.where(longer, torch.tensor(rotary.long_factor, dtype=torch.float32), short)
+    return 1.0 / (factors * rotary.theta**exponent)
 
 
 def _llama3(rotary: RotarySpec, plain: Tensor) -> Tensor:

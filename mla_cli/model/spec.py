@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 NormKind = Literal["rms", "layer"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,14 @@ class RotarySpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    # longrope: what each frequency is divided by, in sequences up to the original context and in longer ones
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
 
 
 @dataclass(frozen=True)

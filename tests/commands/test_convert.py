@@ -41,6 +41,8 @@ def convert(source: Path, *more: object) -> int:
         12,
         "--seq-len",
         32,
+        "--heal",
+        "none",
         *more,
     ]
     return main(["convert", *map(str, words)])
@@ -68,7 +70,8 @@ def test_writes_a_complete_checkpoint_and_says_what_it_cost(source: Path, capsys
     out = source.parent / "out"
     assert printed == json.loads((out / "mla_report.json").read_text())
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-             "chat_template.jinja", "README.md", "mla_report.json", "generate.py"}  # fmt: skip
+             "chat_template.jinja", "README.md", "generate.py",
+             "mla_report.json", "mla_report.html", "mla_report.png"}  # fmt: skip
     assert {file.name for file in out.iterdir()} == files
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
@@ -292,6 +295,8 @@ def test_a_full_disk_leaves_nothing(source: Path) -> None:
         "8",
         "--ratio",
         "2",
+        "--heal",
+        "none",
     ]
     run = subprocess.run(
         [sys.executable, "-m", "mla_cli", *map(str, words)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters.convert import convert
 from mla_cli.converters.options import ConvertOptions
+from mla_cli.model.rotary import inverse_frequencies
 from tests.model.test_parity import CASES
 from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
 
@@ -69,6 +71,25 @@ def test_stock_form_runs_in_transformers(tmp_path: Path, case: str) -> None:
     tokens = random_tokens(2, 100)
     with torch.inference_mode():
         torch.testing.assert_close(decoder.logits(decoder(tokens)), theirs.eval()(tokens).logits, atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama-8-2", "llama3", "linear", "yarn"])
+def test_stock_form_turns_at_a_table_of_frequencies(tmp_path: Path, case: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    family, changes = CASES[case]
+    _, out, _ = run(tmp_path, family, changes, format="deepseek", kv_lora_rank=8, qk_rope_head_dim=6)
+    config = json.loads((out / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "longrope"
+    source, stock = open_model(str(tmp_path / "source")).spec, open_model(str(out)).spec
+    known = inverse_frequencies(source.attention[0].rotary)  # type: ignore[union-attr, arg-type]
+    for frequency in inverse_frequencies(stock.attention[0].rotary):  # type: ignore[union-attr, arg-type]
+        assert float((known - frequency).abs().min()) < 1e-6 * float(frequency)
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    decoder = load_decoder(open_model(str(out)))
+    tokens = random_tokens(2, 250)  # beyond the original context of the scaled ones
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder.logits(decoder(tokens)), theirs(tokens).logits, atol=3e-4, rtol=0)
 
 
 def test_stock_form_of_one_key_head_loses_nothing(tmp_path: Path) -> None:

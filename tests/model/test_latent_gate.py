@@ -17,7 +17,8 @@ from mla_cli.app import main
 from mla_cli.checkpoint.deepseek_form import stock_tensors
 from mla_cli.checkpoint.latent_strength import with_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
-from mla_cli.converters.convert import convert, plan_conversion
+from mla_cli.converters.choose import plan_conversion
+from mla_cli.converters.convert import convert
 from mla_cli.converters.options import ConvertOptions
 from mla_cli.converters.write import write_checkpoint
 from mla_cli.errors import InputError, MlaError, UsageError

@@ -172,6 +172,7 @@ _ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {  # type -> (needed, allowed
     "linear": ({"factor"}, set()),
     "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "longrope": ({"short_factor", "long_factor", "original_max_position_embeddings"}, {"factor", "attention_factor"}),
     "yarn": (
         {"factor"},
         {
@@ -256,6 +257,11 @@ def rotary(config: Config, dim: int) -> RotarySpec:
     low, high = number(rope, "low_freq_factor", 1.0), number(rope, "high_freq_factor", 4.0)
     if kind == "llama3" and low >= high:
         raise InputError(f"config.json: low_freq_factor {low} is not below high_freq_factor {high}", where=where)
+    attention_factor = 1.0
+    if kind == "yarn":
+        attention_factor = _yarn_attention_factor(rope)
+    if kind == "longrope":
+        attention_factor = _longrope_attention_factor(rope, longest, trained)
     return RotarySpec(
         dim=dim,
         theta=theta,
@@ -264,11 +270,33 @@ def rotary(config: Config, dim: int) -> RotarySpec:
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_position_embeddings=trained,
-        attention_factor=_yarn_attention_factor(rope) if kind == "yarn" else 1.0,
+        attention_factor=attention_factor,
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
         truncate=flag(rope, "truncate", True),
+        short_factor=_factors(rope, "short_factor", dim, where) if kind == "longrope" else (),
+        long_factor=_factors(rope, "long_factor", dim, where) if kind == "longrope" else (),
     )
+
+
+def _factors(rope: Config, key: str, dim: int, where: str) -> tuple[float, ...]:
+    factors = rope[key]
+    if (
+        not isinstance(factors, list)
+        or len(factors) != dim // 2
+        or any(type(f) not in (int, float) or not 0 < f < float("inf") for f in factors)
+    ):
+        raise InputError(f"config.json: {where}.{key} must be {dim // 2} positive numbers", where=f"{where}.{key}")
+    return tuple(float(f) for f in factors)
+
+
+def _longrope_attention_factor(rope: Config, longest: int, trained: int) -> float:
+    import math
+
+    if rope.get("attention_factor") is not None:
+        return number(rope, "attention_factor")
+    factor = number(rope, "factor", longest / trained)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -1,0 +1,64 @@
+"""The text of a conversion: for statistics, for healing, held out from both; and the language it is in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mla_cli.calibration.choose_texts import choose_texts
+from mla_cli.calibration.language import identify, tokenizer_languages, warn_other_language
+from mla_cli.calibration.texts import CalibrationTexts, split_heldout
+from mla_cli.checkpoint.load import ModelSource
+from mla_cli.console import warn
+from mla_cli.converters.heal_options import HEAL_LENGTHS, HEAL_SAMPLES
+from mla_cli.converters.options import HELD_OUT, ConvertOptions
+from mla_cli.errors import InputError
+
+LANGUAGE_SEQUENCES = 64  # enough text to name its language
+
+
+def conversion_texts(
+    model: ModelSource, tokenizer: Any, options: ConvertOptions, device: torch.device
+) -> tuple[CalibrationTexts, CalibrationTexts, CalibrationTexts, CalibrationTexts]:
+    """Sequences for statistics, held-out ones (for the report, cut; for healing, whole), and those that healing reads.
+
+    Healing end to end reads more text than statistics need, and longer sequences; what is held out is held out from all.
+    """
+    more = options.heal.mode == "full" and options.calib not in ("auto", "self")
+    texts = choose_texts(
+        model, tokenizer, calib=options.calib,
+        samples=max(options.samples, HEAL_SAMPLES) if more else options.samples,
+        seq_len=HEAL_LENGTHS * options.seq_len if more else options.seq_len,
+        seed=options.seed, device=device, preset=options.preset,
+    )  # fmt: skip
+    healing, unseen = split_heldout(texts)
+    if not len(unseen.lengths):
+        raise InputError(
+            f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or use --calib self"
+        )
+    unseen = first(unseen, HELD_OUT)
+    fitted = replace(cut(first(healing, options.samples), options.seq_len), requested=options.samples)
+    return fitted, cut(unseen, options.seq_len), unseen, healing
+
+
+def language_of(tokenizer: Any, fitted: CalibrationTexts, preset: str) -> dict[str, Any]:
+    """The language of the calibration text, with a warning where the tokenizer looks made for another."""
+    rows = zip(fitted.sequences[:LANGUAGE_SEQUENCES], fitted.lengths.tolist(), strict=False)
+    found = identify([tokenizer.decode(row[:count].tolist()) for row, count in rows])
+    if preset != "code" and (text := warn_other_language(found, tokenizer_languages(tokenizer))):
+        warn(text)
+    return {"name": found.name, "share": found.share, "confident": found.confident}
+
+
+def first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
+    """The first `count` sequences."""
+    lengths = texts.lengths[:count]
+    return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)
+
+
+def cut(texts: CalibrationTexts, seq_len: int) -> CalibrationTexts:
+    """At most `seq_len` tokens of each sequence."""
+    lengths = texts.lengths.clamp(max=seq_len)
+    return replace(texts, sequences=texts.sequences[:, : int(lengths.max())], lengths=lengths)

@@ -1,0 +1,134 @@
+"""Step 4: heal a closed form by a short training against the source, layer by layer or end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.checkpoint.load import ModelSource, load_decoder
+from mla_cli.console import note, progress
+from mla_cli.converters.heal_data import Reader
+from mla_cli.converters.heal_full import FullHealing
+from mla_cli.converters.heal_layers import LayersHealing
+from mla_cli.converters.heal_options import CHECK_SEQUENCES, CHECK_TOKENS, HealOptions
+from mla_cli.converters.heal_state import HealState
+from mla_cli.converters.precision import fast_dtype
+from mla_cli.converters.student import Student
+from mla_cli.model.latent_weights import LatentWeights
+
+# Layer by layer: hidden states of so many tokens are held for the source and for the student.
+LAYER_TOKENS = 1 << 15
+LAYER_CHECK_SEQUENCES = 2
+
+
+@dataclass(frozen=True)
+class Healed:
+    """The layers after healing, and what the report says of it."""
+
+    layers: tuple[LatentWeights, ...]
+    layer_errors: tuple[tuple[float, float], ...] = ()
+    record: dict[str, object] = field(default_factory=dict)
+
+
+def heal(
+    model: ModelSource,
+    weights: Sequence[LatentWeights],
+    fitted: CalibrationTexts,
+    unseen: CalibrationTexts,
+    options: HealOptions,
+    state: HealState,
+    *,
+    device: torch.device,
+    opening: int | None,
+) -> Healed:
+    """Heal every layer of a closed form.
+
+    Args:
+        fitted: sequences to learn from. unseen: sequences to judge by. opening: token that every sequence starts with.
+        state: what an interrupted healing left, and where this one leaves its own.
+    """
+    dtype = fast_dtype(device)
+    note(f"healing computes in {str(dtype).removeprefix('torch.')} and learns in float32")
+    decoder = load_decoder(model, dtype=dtype, device=device)
+    student = Student(decoder, weights)
+    if options.mode == "layers":
+        return _layers(student, fitted, unseen, options, state)
+    return _full(student, fitted, unseen, options, state, opening)
+
+
+def _layers(
+    student: Student, fitted: CalibrationTexts, unseen: CalibrationTexts, options: HealOptions, state: HealState
+) -> Healed:
+    count = max(1, LAYER_TOKENS // int(fitted.lengths.max()))
+    healing = LayersHealing(student, _first(fitted, count), _first(unseen, LAYER_CHECK_SEQUENCES), options)
+    bar = progress(range(len(student.learning)), "healing", unit="layer")
+    ticks = iter(bar)
+    next(ticks, None)
+
+    def tick(text: str) -> None:
+        describe = getattr(bar, "set_postfix_str", None)
+        if describe is not None:
+            describe(text)
+        next(ticks, None)
+
+    healing.run(state.load_layers(student), state.save_layer, tick)
+    records = healing.records
+    return Healed(
+        student.result(),
+        tuple((r.before, r.after) for r in records),
+        {"mode": "layers", "steps": sum(r.steps for r in records), "gains": _gains(student)},
+    )
+
+
+def _full(
+    student: Student,
+    fitted: CalibrationTexts,
+    unseen: CalibrationTexts,
+    options: HealOptions,
+    state: HealState,
+    opening: int | None,
+) -> Healed:
+    reader = Reader(fitted.sequences, fitted.lengths, opening, options.seed)
+    healing = FullHealing(student, reader, _first(unseen, CHECK_SEQUENCES, CHECK_TOKENS), options)
+    earlier = state.load_full()
+    if earlier is not None:
+        healing.restore(earlier)
+        note(f"going on from step {healing.progress.step}")
+    total = 1000
+    bar = progress(range(total), "healing", total=total, unit="‰")
+    ticks = iter(bar)
+    done = 0
+
+    def tick(fraction: float, text: str) -> None:
+        nonlocal done
+        describe = getattr(bar, "set_postfix_str", None)
+        if describe is not None:
+            describe(text, refresh=False)
+        while done < min(total, int(fraction * total)):
+            next(ticks, None)
+            done += 1
+
+    healing.run(state.save_full, tick)
+    p = healing.progress
+    note(
+        f"healed on {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes: held-out KL {p.curve[0]['heldout_kl']:.4f} to "
+        f"{p.best:.4f} ({p.stopped})"
+    )
+    record: dict[str, object] = {
+        "mode": "full", "steps": p.step, "tokens": p.tokens, "minutes": p.seconds / 60, "curve": p.curve,
+        "stopped": p.stopped, "rollbacks": p.rollbacks, "gains": _gains(student),
+    }  # fmt: skip
+    return Healed(student.result(), (), record)
+
+
+def _gains(student: Student) -> list[float]:
+    return [float(student.layer(i)[1].log_gain.detach().exp()) for i in range(len(student.learning))]
+
+
+def _first(texts: CalibrationTexts, count: int, tokens: int = 1 << 30) -> tuple[Tensor, Tensor]:
+    lengths = texts.lengths[:count].clamp(max=tokens)
+    return texts.sequences[:count, : int(lengths.max())], lengths

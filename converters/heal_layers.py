@@ -1,0 +1,194 @@
+"""Healing layer by layer: each layer learns to give the source's attention output from what the healed layers before it give.
+
+A layer is small and its target is a vector a token, so that a few thousand tokens say as much as millions do end to end.
+Hidden states of the source and of the healed prefix advance together; one layer of each is in use at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mla_cli.converters.heal_full import schedule
+from mla_cli.converters.heal_options import CLIP_NORM, HealOptions
+from mla_cli.converters.student import Student, layer_output
+from mla_cli.errors import MlaError
+from mla_cli.model.attention import Step
+from mla_cli.model.decoder import begin_step
+from mla_cli.model.latent_weights import LatentWeights
+
+# Adam's rate as a share of a matrix's own output (see `heal_full.step_scales`): a layer's target is less noisy than a word.
+LAYER_RATE = 2e-3
+# Steps a layer where time does not bound it.
+LAYER_STEPS = 64
+
+
+@dataclass
+class LayerHealing:
+    """What one layer's healing did: relative squared error of its attention output on held-out sequences, before and after."""
+
+    before: float
+    after: float
+    steps: int
+
+
+class LayersHealing:
+    """Heals the layers of a student one after the other; `done` layers can be given back after an interruption."""
+
+    def __init__(
+        self, student: Student, fitted: tuple[Tensor, Tensor], unseen: tuple[Tensor, Tensor], options: HealOptions
+    ) -> None:
+        """Args: fitted: sequences `[N, T]` and lengths `[N]` to learn from; unseen: the same, to judge by."""
+        self.student, self.options = student, options
+        self.fitted, self.unseen = _States(student, *fitted), _States(student, *unseen)
+        self.records: list[LayerHealing] = []
+
+    def run(
+        self,
+        healed: Sequence[LatentWeights],
+        save: Callable[[int, LatentWeights], None],
+        tick: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Heal every layer; those of `healed`, from an interrupted run, are taken as they are."""
+        count = len(self.student.learning)
+        for index, weights in enumerate(healed):
+            self.student.load_layer(index, weights)
+        for index in range(count):
+            seconds = 60 * self.options.minutes / count
+            if index >= len(healed):
+                self.records.append(self._heal(index, seconds))
+                save(index, self.student.layer(index)[1].result())
+            for states in (self.fitted, self.unseen):
+                states.advance(index)
+            if index >= len(healed):
+                tick(f"layer {index}: {self.records[-1].before:.2%} to {self.records[-1].after:.2%}")
+
+    def _heal(self, index: int, seconds: float) -> LayerHealing:
+        _, learning = self.student.layer(index)
+        masters = dict(learning.named_parameters())
+        first = {name: master.detach().clone() for name, master in masters.items()}
+        before = self._error(index)
+        scales = self._scales(index)
+        groups = [{"params": [p], "lr": 0.0, "scale": scales[name]} for name, p in masters.items()]
+        adam = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=1e-12, fused=True)
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + index)
+        rows_per_step = max(1, self.options.batch_tokens // self.fitted.tokens.shape[1])
+        begun, step, order = time.monotonic(), 0, torch.empty(0, dtype=torch.int64)
+        while True:
+            steps = self.options.steps
+            fraction = step / steps if steps is not None else (time.monotonic() - begun) / seconds
+            if fraction >= 1:
+                break
+            if len(order) < rows_per_step:
+                order = torch.randperm(len(self.fitted.lengths), generator=generator)
+            rows, order = order[:rows_per_step], order[rows_per_step:]
+            loss = self._loss(index, self.fitted, rows)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(list(masters.values()), CLIP_NORM)
+            if not bool(torch.isfinite(norm)):
+                raise MlaError(
+                    f"healing layer {index} met a number that is not finite", fix="try --dtype float32 or --heal none"
+                )
+            for group in adam.param_groups:
+                group["lr"] = LAYER_RATE * schedule(fraction, step) * group["scale"]
+            adam.step()
+            adam.zero_grad()
+            step += 1
+        after = self._error(index)
+        if not after < before:  # never worse than the closed form
+            with torch.no_grad():
+                for name, master in masters.items():
+                    master.copy_(first[name])
+            after = before
+        return LayerHealing(before, after, step)
+
+    def _loss(self, index: int, states: _States, rows: Tensor) -> Tensor:
+        """Squared error of the attention output over the power of the source's own."""
+        given, target, valid, step = states.attention(index, rows)
+        _, learning = self.student.layer(index)
+        found = learning(given, step, working=learning.working(given.dtype))
+        error = (found.float() - target)[valid].square().sum()
+        return error / target[valid].square().sum().clamp(min=1e-12)
+
+    @torch.no_grad()
+    def _error(self, index: int) -> float:
+        count = len(self.unseen.lengths)
+        losses = [float(self._loss(index, self.unseen, torch.tensor([row]))) for row in range(count)]
+        return sum(losses) / count
+
+    @torch.no_grad()
+    def _scales(self, index: int) -> dict[str, float]:
+        _, learning = self.student.layer(index)
+        given, _, _, step = self.fitted.attention(index, torch.tensor([0]))
+        seen: dict[str, tuple[float, float]] = {}
+        hooks = []
+        for name, module in learning.attention.named_modules():
+            if isinstance(module, nn.Linear):
+
+                def look(_: nn.Module, x: tuple[Tensor, ...], out: Tensor, key: str = f"attention.{name}") -> None:
+                    power = float(x[0].float().square().sum(dim=-1).mean())
+                    seen[key] = (power, float(out.float().square().mean()))
+
+                hooks.append(module.register_forward_hook(look))
+        learning(given, step, working=learning.working(given.dtype))
+        for hook in hooks:
+            hook.remove()
+        scales = {}
+        for name, master in learning.named_parameters():
+            power, out = seen.get(name.rpartition(".")[0], (1.0, 1.0))
+            size = 0.3 * math.sqrt(out) if master.dim() == 1 else math.sqrt(out / max(power, 1e-12))
+            scales[name] = 1.0 if master.dim() == 0 else size
+        return scales
+
+
+class _States:
+    """Sequences, and the hidden states before one layer that they have in the source and in the healed prefix."""
+
+    def __init__(self, student: Student, tokens: Tensor, lengths: Tensor) -> None:
+        self.student, self.lengths = student, lengths
+        self.tokens = tokens[:, : int(lengths.max())].to(student.decoder.device)
+        step = self._step(torch.arange(len(lengths)))
+        with torch.no_grad():
+            self.source = student.decoder.embed(self.tokens, step.positions).float()  # [N, T, D]
+        self.ours = self.source.clone()
+        self._index = -1
+        self._targets = torch.empty(0)
+
+    def _step(self, rows: Tensor) -> Step:
+        shape = torch.Size((len(rows), self.tokens.shape[1]))
+        return begin_step(self.student.decoder.spec, shape, self.tokens.device, lengths=self.lengths[rows], backend="training")
+
+    def attention(self, index: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Step]:
+        """Normed input of the layer `[B, T, D]`, the source's attention output, which tokens count, the step."""
+        layer, _ = self.student.layer(index)
+        dtype = self.student.decoder.dtype
+        if index != self._index:
+            self._index, self._targets = index, torch.empty_like(self.source)
+            with torch.no_grad():
+                for row in range(len(self.lengths)):
+                    one = torch.tensor([row])
+                    normed = layer.input_layernorm(self.source[one].to(dtype))
+                    self._targets[one] = layer.self_attn(normed, self._step(one)).float()
+        given = layer.input_layernorm(self.ours[rows].to(dtype))
+        valid = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[rows, None].to(
+            self.tokens.device
+        )
+        return given, self._targets[rows], valid, self._step(rows)
+
+    @torch.no_grad()
+    def advance(self, index: int) -> None:
+        """Past layer `index`."""
+        layer, learning = self.student.layer(index)
+        matrices = learning.working(self.student.decoder.dtype)
+        ours = partial(learning, working=matrices)
+        for row in range(len(self.lengths)):
+            one = torch.tensor([row])
+            step = self._step(one)
+            self.source[one] = layer_output(layer, layer.self_attn, self.source[one], step)
+            self.ours[one] = layer_output(layer, ours, self.ours[one], step)

@@ -1,0 +1,129 @@
+"""What an interrupted conversion leaves beside its output, so that `--resume` goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_cli.checkpoint.disk import disk_error
+from mla_cli.converters.student import Student
+from mla_cli.errors import InputError, UsageError
+from mla_cli.model.latent_weights import LatentWeights
+from mla_cli.model.spec import LatentAttentionSpec
+
+TENSORS = ("q", "q_bias", "down", "down_bias", "up_k", "up_v", "out", "out_bias")
+
+
+class HealState:
+    """A folder `.NAME.mla-resume` beside the output. Files appear by renaming, so that a kill leaves whole ones only."""
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any], *, resume: bool) -> None:
+        """Open the folder; without `resume` whatever an earlier run left there is dropped.
+
+        Args:
+            fingerprint: everything the result depends on. A folder that was made with another one is refused.
+
+        Raises:
+            UsageError: `resume` was asked for, and nothing was left, or by a run with other options.
+        """
+        out = Path(out).resolve()
+        self.folder = out.parent / f".{out.name}.mla-resume"
+        self.key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True, default=str).encode()).hexdigest()
+        if resume:
+            found = self._read("key")
+            if found is None:
+                raise UsageError("there is nothing to resume", where=self.folder, fix="leave out --resume")
+            if found["key"] != self.key:
+                raise UsageError(
+                    "the interrupted conversion had another source or other options",
+                    where=self.folder,
+                    fix="repeat them with --resume, or leave out --resume to start again",
+                )
+        else:
+            self.remove()
+
+    def save_closed_form(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
+        """Keep what steps 1 to 3 made, and what the report says of them."""
+        self._write("key", {"key": self.key})
+        self._write("closed", {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
+
+    def load_closed_form(self) -> tuple[list[dict[str, Tensor]], Any] | None:
+        """What `save_closed_form` kept."""
+        found = self._read("closed")
+        return None if found is None else (found["layers"], json.loads(found["facts"]))
+
+    def save_full(self, state: dict[str, Any]) -> None:
+        """Keep where a healing end to end stands."""
+        self._write("full", state)
+
+    def load_full(self) -> dict[str, Any] | None:
+        """Where a healing end to end stood."""
+        return self._read("full")
+
+    def save_layer(self, index: int, layer: LatentWeights) -> None:
+        """Keep a healed layer."""
+        self._write(f"layer-{index}", _tensors(layer))
+
+    def load_layers(self, student: Student) -> list[LatentWeights]:
+        """The layers healed so far."""
+        layers: list[LatentWeights] = []
+        for index in range(len(student.learning)):
+            found = self._read(f"layer-{index}")
+            if found is None:
+                break
+            layers.append(weights_from(student.layer(index)[1].weights.spec, found))
+        return layers
+
+    def remove(self) -> None:
+        """Nothing is left to resume."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        target = self.folder / f"{name}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save(content, target.with_suffix(".part"))
+            target.with_suffix(".part").replace(target)
+        except OSError as error:
+            raise disk_error(error, target, 0) from error
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        file = self.folder / f"{name}.pt"
+        if not file.is_file():
+            return None
+        try:
+            return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+        except Exception as error:
+            raise InputError("what an interrupted run left is damaged", where=file, fix="leave out --resume") from error
+
+
+def fingerprint(source_sha256: str, options: Any) -> dict[str, Any]:
+    """Everything a conversion's result depends on but the machine."""
+    return {"source": source_sha256, "options": {k: v for k, v in asdict(options).items() if k not in ("force", "resume")}}
+
+
+def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> LatentWeights:
+    """A layer with these tensors."""
+    spec = replace(spec, q_bias=True, kv_a_bias=True, o_bias=True)
+    return LatentWeights(
+        spec=spec,
+        q=tensors["q"],
+        q_bias=tensors["q_bias"],
+        down=tensors["down"],
+        down_bias=tensors["down_bias"],
+        up_k=tensors["up_k"],
+        up_v=tensors["up_v"],
+        out=tensors["out"],
+        out_bias=tensors["out_bias"],
+    ).with_needed_biases()
+
+
+def _tensors(weights: LatentWeights) -> dict[str, Tensor]:
+    return {name: getattr(weights, name) for name in TENSORS}
