@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from mla_cli.model.latent_weights import LatentWeights
 
 # Layer by layer: hidden states of so many tokens are held for the source and for the student.
 LAYER_TOKENS = 1 << 15
+LAYER_LENGTH = 512
 LAYER_CHECK_SEQUENCES = 2
+# Of the time of `full`.
+LAYERS_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,21 @@ def heal(
     student = Student(decoder, weights)
     if options.mode == "layers":
         return _layers(student, fitted, unseen, options, state)
-    return _full(student, fitted, unseen, options, state, opening)
+    # Layers first: a vector a token teaches a layer faster than a word teaches all of them (docs/decisions/0003).
+    shared = replace(options, minutes=LAYERS_SHARE * options.minutes)
+    first = _layers(student, fitted, unseen, shared, state)
+    rest = replace(options, minutes=(1 - LAYERS_SHARE) * options.minutes)
+    healed = _full(Student(decoder, first.layers), fitted, unseen, rest, state, opening)
+    return replace(healed, layer_errors=first.layer_errors)
 
 
 def _layers(
     student: Student, fitted: CalibrationTexts, unseen: CalibrationTexts, options: HealOptions, state: HealState
 ) -> Healed:
-    count = max(1, LAYER_TOKENS // int(fitted.lengths.max()))
-    healing = LayersHealing(student, _first(fitted, count), _first(unseen, LAYER_CHECK_SEQUENCES), options)
+    count = max(1, LAYER_TOKENS // min(LAYER_LENGTH, int(fitted.lengths.max())))
+    healing = LayersHealing(
+        student, _first(fitted, count, LAYER_LENGTH), _first(unseen, LAYER_CHECK_SEQUENCES, LAYER_LENGTH), options
+    )
     bar = progress(range(len(student.learning)), "healing", unit="layer")
     ticks = iter(bar)
     next(ticks, None)

@@ -21,6 +21,7 @@ from mla_cli.converters.heal_data import Reader, piece_at
 from mla_cli.converters.heal_options import (
     CHECKS,
     CLIP_NORM,
+    EPOCHS,
     FINAL_RATE,
     PATIENCE,
     ROLLBACKS,
@@ -118,7 +119,9 @@ class FullHealing:
 
     def _fraction(self) -> float:
         p, o = self.progress, self.options
-        return p.step / o.steps if o.steps is not None else p.seconds / (60 * o.minutes)
+        if o.steps is not None:
+            return p.step / o.steps
+        return max(p.seconds / (60 * o.minutes), p.tokens / (EPOCHS * int(self.reader.lengths.sum())))
 
     def _step(self, fraction: float) -> float | None:
         """One step; its divergence in nats a token, or None where a number was not finite (nothing has moved then)."""

@@ -25,8 +25,8 @@ from mla_cli.model.latent_weights import LatentWeights
 
 # Adam's rate as a share of a matrix's own output (see `heal_full.step_scales`): a layer's target is less noisy than a word.
 LAYER_RATE = 2e-3
-# Steps a layer where time does not bound it.
-LAYER_STEPS = 64
+# A layer ends when it has read its text so often, whatever time is left: more would learn the text by heart.
+LAYER_EPOCHS = 32
 
 
 @dataclass
@@ -79,10 +79,12 @@ class LayersHealing:
         adam = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=1e-12, fused=True)
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + index)
         rows_per_step = max(1, self.options.batch_tokens // self.fitted.tokens.shape[1])
+        most = LAYER_EPOCHS * math.ceil(len(self.fitted.lengths) / rows_per_step)
         begun, step, order = time.monotonic(), 0, torch.empty(0, dtype=torch.int64)
         while True:
             steps = self.options.steps
-            fraction = step / steps if steps is not None else (time.monotonic() - begun) / seconds
+            spent = (time.monotonic() - begun) / seconds
+            fraction = step / steps if steps is not None else max(spent, step / most)
             if fraction >= 1:
                 break
             if len(order) < rows_per_step:

@@ -22,7 +22,7 @@ OUT = ROOT / "demo-out"
 RATIO = "2"
 PROMPT = "Explain in two sentences why the sky is blue."
 # Enough for a fair picture within a quarter of an hour on two cores; the README says what full runs use.
-SAMPLES, FISHER_SAMPLES, SELF_SAMPLES, CALIBRATION_SAMPLES = "48", "32", "32", "24"
+SAMPLES, FISHER_SAMPLES, SELF_SAMPLES, CALIBRATION_SAMPLES, HEAL_MINUTES = "48", "32", "32", "24", "3"
 WINDOWS, ITEMS = "8", "60"
 
 
@@ -39,7 +39,7 @@ def main() -> int:
     step(1, "convert the model to latent attention, half the cache")
     converted = mla(
         "convert", SOURCE, checkpoint, "--ratio", RATIO, "--qk-rope-head-dim", "64", *texts,
-        "--fisher-samples", FISHER_SAMPLES, "--force", "--json",
+        "--fisher-samples", FISHER_SAMPLES, "--heal", "layers", "--heal-minutes", HEAL_MINUTES, "--force", "--json",
     )  # fmt: skip
     step(2, "calibrate INT8 latents")
     calibrated = mla(

@@ -25,6 +25,7 @@ def converted(source: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """Its conversion."""
     text = save_text(source.parent / "text.txt")
     words = [source, source.parent / "out", "--ratio", 2, "--calib", text, "--samples", 8, "--seq-len", 32]
+    words += ["--heal", "none"]
     assert main(["convert", *map(str, words)]) == 0
     capsys.readouterr()
     return source.parent / "out"

@@ -240,7 +240,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     save_tokenizer(folder / "source")
     options = ConvertOptions(
         calib=str(save_text(folder / "text.txt")), samples=16, seq_len=32, kv_lora_rank=20, qk_rope_head_dim=8,
-        format="native",
+        format="native", ranks="uniform",
     )  # fmt: skip
     convert(str(folder / "source"), folder / "plain", options, device=torch.device("cpu"), command="mla convert")
     layers = [LatentWeights.of(layer.self_attn) for layer in load_decoder(open_model(str(folder / "plain"))).layers]

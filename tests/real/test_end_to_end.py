@@ -45,7 +45,7 @@ def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     (folder / "text.txt").write_text(builtin_english(), encoding="utf-8")
     words = ["convert", source, folder / "out", "--calib", folder / "text.txt", "--samples", 12, "--seq-len", 256]
-    shape = ["--fisher-samples", 8, "--kv-lora-rank", 256, "--qk-rope-head-dim", 64, "--quiet"]
+    shape = ["--heal", "none", "--fisher-samples", 8, "--kv-lora-rank", 256, "--qk-rope-head-dim", 64, "--quiet"]
     assert main([str(word) for word in [*words, *shape]]) == 0
     return folder / "out"
 
