@@ -25,6 +25,7 @@ def choose_texts(
     seed: int,
     device: torch.device,
     preset: str = "general",
+    enough: int | None = None,
 ) -> CalibrationTexts:
     """Calibration sequences for a model.
 
@@ -32,6 +33,7 @@ def choose_texts(
         calib: `auto`, `self`, a file, a folder or a Hub dataset.
         seq_len: tokens of a sequence; the model's own positions bound it.
         preset: what the model will be used for: which Hub datasets `auto` takes, and how texts of `self` begin.
+        enough: sequences of named text below which a warning is due; None: `samples`.
 
     Raises:
         InputError: the text that was named cannot be used.
@@ -41,7 +43,7 @@ def choose_texts(
     mix = find_mix(preset)
     length = min(seq_len, model.spec.max_position_embeddings)
     if calib not in ("auto", "self"):
-        return load_texts(calib, tokenizer, samples=samples, seq_len=length, seed=seed)
+        return load_texts(calib, tokenizer, samples=samples, seq_len=length, seed=seed, enough=enough)
     parts = _from_hub(mix, tokenizer, samples, length, seed) if calib == "auto" else []
     missing = samples - sum(part.requested for part in parts)
     if missing:

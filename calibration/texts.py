@@ -54,11 +54,13 @@ class CalibrationTexts:
         return int(self.lengths.sum())
 
 
-def load_texts(calib: str, tokenizer: Tokenizer, *, samples: int, seq_len: int, seed: int) -> CalibrationTexts:
+def load_texts(
+    calib: str, tokenizer: Tokenizer, *, samples: int, seq_len: int, seed: int, enough: int | None = None
+) -> CalibrationTexts:
     """Draw `samples` sequences of at most `seq_len` tokens from a file, a folder or a Hub dataset.
 
     Running text is cut into windows that do not overlap; a record is one sequence, cut at `seq_len`. Where the
-    tokenizer puts BOS first, every sequence has exactly one.
+    tokenizer puts BOS first, every sequence has exactly one. With fewer than `enough` (default: `samples`) a warning says so.
 
     Raises:
         InputError: the material is not there, not readable, or holds no sequence of MIN_TOKENS tokens.
@@ -81,7 +83,7 @@ def load_texts(calib: str, tokenizer: Tokenizer, *, samples: int, seq_len: int, 
         shares = _shares([file.size for file in found], samples)
     sequences, skipped = _draw(streams, shares, samples)
     Random(f"{seed}/order").shuffle(sequences)
-    return _collect(sequences, origin, skipped, samples)
+    return _collect(sequences, origin, skipped, samples, samples if enough is None else enough)
 
 
 def split_heldout(
@@ -252,7 +254,9 @@ def _names(files: list[MaterialFile], shown: int = 8) -> str:
     return f"files: {names}" + (f" and {len(files) - shown} more" if len(files) > shown else "")
 
 
-def _collect(sequences: list[list[int]], origin: str, skipped: int, requested: int) -> CalibrationTexts:
+def _collect(
+    sequences: list[list[int]], origin: str, skipped: int, requested: int, enough: int
+) -> CalibrationTexts:
     if not sequences:
         raise InputError(
             "no usable calibration text" + (f": {skipped} records too short" if skipped else ""),
@@ -261,8 +265,8 @@ def _collect(sequences: list[list[int]], origin: str, skipped: int, requested: i
         )
     if skipped:
         console.warn(f"skipped {skipped} calibration records with fewer than {MIN_TOKENS} tokens [{origin}]")
-    if len(sequences) < requested:
-        console.warn(f"{len(sequences)} calibration sequences instead of {requested}: there is no more text [{origin}]")
+    if len(sequences) < enough:
+        console.warn(f"{len(sequences)} calibration sequences instead of {enough}: there is no more text [{origin}]")
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
     padded = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
     for row, sequence in zip(padded, sequences, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ def conversion_texts(
         samples=max(options.samples, HEAL_SAMPLES) if more else options.samples,
         seq_len=HEAL_LENGTHS * options.seq_len if more else options.seq_len,
         seed=options.seed, device=device, preset=options.preset,
+        enough=math.ceil(options.samples / HEAL_LENGTHS) if more else None,
     )  # fmt: skip
     healing, unseen = split_heldout(texts)
     if not len(unseen.lengths):
@@ -39,7 +41,9 @@ def conversion_texts(
             f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or use --calib self"
         )
     unseen = first(unseen, HELD_OUT)
-    fitted = replace(cut(first(healing, options.samples), options.seq_len), requested=options.samples)
+    opening = tokenizer.bos_id if tokenizer.adds_bos else None
+    fitted = first(pieces(healing, options.seq_len, opening), options.samples) if more else healing
+    fitted = replace(fitted, requested=options.samples)
     return fitted, cut(unseen, options.seq_len), unseen, healing
 
 
@@ -56,6 +60,25 @@ def first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
     """The first `count` sequences."""
     lengths = texts.lengths[:count]
     return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)
+
+
+def pieces(texts: CalibrationTexts, seq_len: int, opening: int | None) -> CalibrationTexts:
+    """Every sequence in pieces of `seq_len` tokens; a rest of less than half of that is left out.
+
+    Args:
+        opening: token that every sequence starts with (BOS), and so every piece, or None.
+    """
+    found = []
+    for row, length in zip(texts.sequences, texts.lengths.tolist(), strict=True):
+        for start in range(0, length, seq_len):
+            piece = row[start : min(start + seq_len, length)].clone()
+            if start and 2 * len(piece) < seq_len:
+                continue
+            if opening is not None:
+                piece[0] = opening
+            found.append(piece)
+    lengths = torch.tensor([len(piece) for piece in found], dtype=torch.int64)
+    return replace(texts, sequences=torch.nn.utils.rnn.pad_sequence(found, batch_first=True), lengths=lengths)
 
 
 def cut(texts: CalibrationTexts, seq_len: int) -> CalibrationTexts:

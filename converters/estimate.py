@@ -11,7 +11,7 @@ import torch
 
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.converters.layer_bank import KEEP_BYTES
-from mla_cli.converters.options import HELD_OUT, PILOT_SAMPLES, ConvertOptions
+from mla_cli.converters.options import HELD_OUT, PILOT_SAMPLES, SPLIT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import ConversionPlan
 
 # Share of a plain matrix product's rate that a whole layer reaches (norms, softmax, copies, moments in float64).
@@ -36,7 +36,8 @@ def estimate(model: ModelSource, options: ConvertOptions, plans: Sequence[Conver
     layers = sum(n for name, n in numbers.items() if ".layers." in name)
     head = spec.vocab_size * spec.hidden_size
     frame = sum(numbers.values()) - layers
-    forward = options.samples * options.seq_len * 2 * layers
+    seen = options.samples if options.objective == "activation" else min(options.samples, SPLIT_SAMPLES)
+    forward = seen * options.seq_len * 2 * layers
     fisher = 2 * (3 * layers + 2 * head) * options.seq_len
     pilots = PILOT_SAMPLES * len(plans) if len(plans) > 1 else 0
     backward = fisher * ((options.fisher_samples if options.objective == "fisher" else 0) + pilots)
@@ -46,8 +47,14 @@ def estimate(model: ModelSource, options: ConvertOptions, plans: Sequence[Conver
     kept = min(4 * layers, KEEP_BYTES) if 4 * layers <= KEEP_BYTES else 8 * layers // spec.num_layers
     logits = 2 * 4 * options.seq_len * spec.vocab_size
     element = model.stored_dtype.itemsize
+    heal = options.heal
+    # With a number of steps instead of minutes, their cost: source and student forward, and back through the student.
+    step = 2 * (4 * layers + 3 * head) * heal.batch_tokens
+    healing = 0.0
+    if heal.mode != "none":
+        healing = 60 * heal.minutes if heal.steps is None else heal.steps * step / (matmul_rate() * EFFICIENCY)
     return {
         "peak_bytes": 4 * frame + kept + 2 * wide + 2 * (1 << 30) + logits,
         "output_bytes": sum(numbers.values()) * element,
-        "seconds": operations / (matmul_rate() * EFFICIENCY),
+        "seconds": operations / (matmul_rate() * EFFICIENCY) + healing,
     }

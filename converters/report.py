@@ -113,7 +113,6 @@ def build_report(
 def model_card(report: dict[str, Any], command: str) -> str:
     """The checkpoint's README: what it is, what it costs, how it was made, how it is run."""
     held, cache = report["heldout"], report["cache_bytes_per_token"]
-    first = report["layers"][0]
     lines = [
         "---",
         *(["library_name: transformers"] if report["format"] == "deepseek" else []),
@@ -122,8 +121,8 @@ def model_card(report: dict[str, Any], command: str) -> str:
         f"# {report['source']} with multi-head latent attention",
         "",
         f"Converted by `mla` {report['versions']['mla']}. Its cache holds {cache['mla']:,} bytes a token instead of "
-        f"{cache['source']:,} ({report['ratio']:.3g} times fewer): kv_lora_rank {first['kv_lora_rank']}, "
-        f"qk_rope_head_dim {first['qk_rope_head_dim']}.",
+        f"{cache['source']:,} ({report['ratio']:.3g} times fewer): kv_lora_rank {over_layers(report, 'kv_lora_rank')}, "
+        f"qk_rope_head_dim {over_layers(report, 'qk_rope_head_dim')}.",
         "",
         f"| perplexity on {held['tokens']:,} held-out calibration tokens | |",
         "|---|---|",
@@ -160,6 +159,13 @@ def model_card(report: dict[str, Any], command: str) -> str:
             "without custom code.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def over_layers(report: dict[str, Any], key: str) -> str:
+    """A width of all layers: one number where they are alike, else the least and the most."""
+    widths = [layer[key] for layer in report["layers"]]
+    least, most = min(widths), max(widths)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _number(value: float | None) -> str:

@@ -247,8 +247,9 @@ def _plan_json(plan: ConversionPlan) -> dict[str, Any]:
 
 def summary(report: dict[str, Any], out: Path) -> str:
     """A conversion in a few lines."""
+    from mla_cli.converters.report import over_layers
+
     held, cache = report["heldout"], report["cache_bytes_per_token"]
-    first = report["layers"][0]
 
     def over(value: float | None) -> str:
         if value is None or held["ppl_source"] is None:
@@ -258,11 +259,12 @@ def summary(report: dict[str, Any], out: Path) -> str:
     source = "infinite" if held["ppl_source"] is None else f"{held['ppl_source']:.4g}"
     return "\n".join(
         [
-            f"{out}: {report['format']} form, kv_lora_rank {first['kv_lora_rank']}, "
-            f"qk_rope_head_dim {first['qk_rope_head_dim']}",
+            f"{out}: {report['format']} form, kv_lora_rank {over_layers(report, 'kv_lora_rank')}, "
+            f"qk_rope_head_dim {over_layers(report, 'qk_rope_head_dim')}",
             f"  cache        {cache['mla']:,} bytes a token instead of {cache['source']:,} (ratio {report['ratio']:.3g})",
             f"  perplexity   {source} source, {over(held['ppl_rope_split'])} after the rotary split, "
-            f"{over(held['ppl_final'])} at the end (held-out calibration text)",
+            + (f"{over(held['ppl_closed_form'])} in closed form, " if report["healing"] else "")
+            + f"{over(held['ppl_final'])} at the end (held-out calibration text)",
             f"  KL to source {held['kl_final']:.4f} nats a token",
             f"  time         {report['seconds']['total']:.0f} s, peak memory {(report['peak_rss_bytes'] or 0) / 1e9:.1f} GB",
             f'  next         mla generate {shlex.quote(str(out))} "Once upon a time"',

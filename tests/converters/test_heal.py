@@ -14,6 +14,7 @@ from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import heal_full
 from mla_cli.converters.closed_form import closed_form, gather_source_statistics
+from mla_cli.converters.convert_texts import pieces
 from mla_cli.converters.heal_data import Reader
 from mla_cli.converters.heal_full import FullHealing, heldout_divergence
 from mla_cli.converters.heal_layers import LayersHealing
@@ -215,6 +216,16 @@ def test_a_reader_gives_every_token_once_before_any_twice() -> None:
 def test_pieces_open_as_sequences_do() -> None:
     tokens, _ = Reader(random_tokens(4, 24), torch.full((4,), 24), 1, seed=0).batch(8, 64)
     assert tokens[:, 0].tolist() == [1] * len(tokens)
+
+
+def test_long_sequences_are_cut_into_pieces_for_statistics() -> None:
+    sequences = torch.arange(1, 41).view(2, 20)
+    texts = CalibrationTexts(sequences, torch.tensor([20, 11]), "numbers", 0, 2)
+    found = pieces(texts, 8, opening=None)
+    assert found.lengths.tolist() == [8, 8, 4, 8]  # the second sequence's rest of three is too short
+    assert found.sequences[1].tolist() == list(range(9, 17))
+    assert pieces(texts, 8, opening=0).sequences[:, 0].tolist() == [0, 0, 0, 0]
+    assert pieces(texts, 32, opening=None).lengths.tolist() == [20, 11]
 
 
 def test_training_attention_equals_the_usual_one(tmp_path: Path) -> None:
