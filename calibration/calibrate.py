@@ -31,7 +31,7 @@ CONFIG, REPORT, REPORT_KEY = "config.json", "mla_report.json", "calibration_kv"
 # Held-out sequences for the report: enough to tell half a percent of perplexity, few enough to cost seconds.
 HELD_OUT = 16
 # Other files that a checkpoint of ours has, and that a copy keeps.
-_OWN_FILES = ("README.md", "generate.py")
+_OWN_FILES = ("README.md", "generate.py", "mla_report.html", "mla_report.png")
 
 
 @dataclass(frozen=True)

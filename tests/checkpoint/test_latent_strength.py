@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         save_tokenizer(folder / "source")
         options = ConvertOptions(
             calib=str(save_text(folder / "text.txt")), samples=16, seq_len=32, kv_lora_rank=20, qk_rope_head_dim=8,
-            format=form,
+            format=form, ranks="uniform",
         )  # fmt: skip
         convert(str(folder / "source"), folder / "mla", options, device=torch.device("cpu"), command="mla convert")
         found[name] = folder / "mla"
