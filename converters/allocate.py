@@ -84,8 +84,3 @@ def choose_ranks(spectra: Sequence[Spectrum], budget: int, *, even: int) -> tupl
 
 def _energy(spectrum: Spectrum, channel: int) -> float:
     return float(spectrum.energy[channel])
-
-
-def total_loss(spectra: Sequence[Spectrum], ranks: Sequence[int]) -> float:
-    """What the spectra say is lost at these ranks."""
-    return float(torch.tensor([s.loss(rank) for s, rank in zip(spectra, ranks, strict=True)]).sum())

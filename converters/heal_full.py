@@ -224,31 +224,39 @@ def heldout_divergence(student: Student, sequences: Tensor, lengths: Tensor) -> 
     return total / int(lengths.sum())
 
 
-@torch.no_grad()
 def step_scales(student: Student, tokens: Tensor, lengths: Tensor) -> dict[str, float]:
-    """For each learning tensor, the size of an entry that makes its output about as large as the layer's own: `rms(W x) / |x|`.
+    """`output_scales` of everything that learns in a student."""
+    return output_scales(
+        student.learning, lambda: student(tokens.to(student.decoder.device), lengths, student.working())
+    )
+
+
+@torch.no_grad()
+def output_scales(learning: nn.Module, run: Callable[[], object]) -> dict[str, float]:
+    """For each learning tensor, the size of an entry that makes its output about as large as it is: `rms(W x) / |x|`.
 
     A bias counts as a share of the output it is added to; a gain as 1.
+
+    Args:
+        learning: holds the linear layers. run: passes some tokens through them.
     """
     seen: dict[str, tuple[float, float]] = {}
     hooks = []
-    for index, learning in enumerate(student.learning):
-        for name, module in learning.attention.named_modules():  # type: ignore[union-attr]
-            if isinstance(module, nn.Linear):
-                key = f"{index}.attention.{name}"
+    for name, module in learning.named_modules():
+        if isinstance(module, nn.Linear):
 
-                def look(_: nn.Module, given: tuple[Tensor, ...], out: Tensor, key: str = key) -> None:
-                    power = float(given[0].float().square().sum(dim=-1).mean())
-                    seen[key] = (power, float(out.float().square().mean()))
+            def look(_: nn.Module, given: tuple[Tensor, ...], out: Tensor, key: str = name) -> None:
+                power = float(given[0].float().square().sum(dim=-1).mean())
+                seen[key] = (power, float(out.float().square().mean()))
 
-                hooks.append(module.register_forward_hook(look))
+            hooks.append(module.register_forward_hook(look))
     try:
-        student(tokens.to(student.decoder.device), lengths, student.working())
+        run()
     finally:
         for hook in hooks:
             hook.remove()
     scales = {}
-    for name, master in student.masters().items():
+    for name, master in learning.named_parameters():
         power, out = seen.get(name.rpartition(".")[0], (1.0, 1.0))
         size = 0.3 * math.sqrt(out) if master.dim() == 1 else math.sqrt(out / max(power, 1e-12))
         scales[name] = 1.0 if master.dim() == 0 else size

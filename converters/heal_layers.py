@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mla_cli.converters.heal_full import schedule
+from mla_cli.converters.heal_full import output_scales, schedule
 from mla_cli.converters.heal_options import CLIP_NORM, HealOptions
 from mla_cli.converters.student import Student, layer_output
 from mla_cli.errors import MlaError
@@ -124,29 +124,10 @@ class LayersHealing:
         losses = [float(self._loss(index, self.unseen, torch.tensor([row]))) for row in range(count)]
         return sum(losses) / count
 
-    @torch.no_grad()
     def _scales(self, index: int) -> dict[str, float]:
         _, learning = self.student.layer(index)
         given, _, _, step = self.fitted.attention(index, torch.tensor([0]))
-        seen: dict[str, tuple[float, float]] = {}
-        hooks = []
-        for name, module in learning.attention.named_modules():
-            if isinstance(module, nn.Linear):
-
-                def look(_: nn.Module, x: tuple[Tensor, ...], out: Tensor, key: str = f"attention.{name}") -> None:
-                    power = float(x[0].float().square().sum(dim=-1).mean())
-                    seen[key] = (power, float(out.float().square().mean()))
-
-                hooks.append(module.register_forward_hook(look))
-        learning(given, step, working=learning.working(given.dtype))
-        for hook in hooks:
-            hook.remove()
-        scales = {}
-        for name, master in learning.named_parameters():
-            power, out = seen.get(name.rpartition(".")[0], (1.0, 1.0))
-            size = 0.3 * math.sqrt(out) if master.dim() == 1 else math.sqrt(out / max(power, 1e-12))
-            scales[name] = 1.0 if master.dim() == 0 else size
-        return scales
+        return output_scales(learning, lambda: learning(given, step, working=learning.working(given.dtype)))
 
 
 class _States:

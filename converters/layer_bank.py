@@ -52,10 +52,7 @@ class LayerBank:
         """Layers of the source with these attentions."""
 
         def layer_at(index: int) -> DecoderLayer:
-            variant = copy.copy(self.source_layer(index))
-            variant._modules = dict(variant._modules)
-            variant.self_attn = weights[index].module(index, device=self.device)
-            return variant
+            return self.source_layer(index).with_attention(weights[index].module(index, device=self.device))
 
         return layer_at
 
