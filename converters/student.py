@@ -50,22 +50,10 @@ class LearningAttention(nn.Module):
     @torch.no_grad()
     def result(self) -> LatentWeights:
         """What was learned, the gain folded in, in float64 on the CPU."""
-        named = {name: tensor.detach().cpu().double() for name, tensor in self.working(torch.float32).items()}
-        s = self.weights.spec
-        up = named["kv_b_proj.weight"].view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
-        up_k, up_v = up.split((s.qk_nope_head_dim, s.v_head_dim), dim=1)
-        q_bias = named.get("q_proj.bias")
-        learned = replace(
-            self.weights,
-            q=named["q_proj.weight"].view_as(self.weights.q),
-            q_bias=self.weights.q_bias if q_bias is None else q_bias.view_as(self.weights.q_bias),
-            down=named["kv_a_proj_with_mqa.weight"],
-            down_bias=named["kv_a_proj_with_mqa.bias"],
-            up_k=up_k.contiguous(),
-            up_v=up_v.contiguous(),
-            out=named["o_proj.weight"],
-            out_bias=named["o_proj.bias"],
-        )
+        learned = LatentWeights.of(self.attention)
+        gain = torch.ones_like(learned.down_bias)  # [r + rope]
+        gain[: learned.spec.kv_lora_rank] = self.log_gain.detach().cpu().double().exp()
+        learned = replace(learned, down=learned.down * gain[:, None], down_bias=learned.down_bias * gain)
         return learned.with_needed_biases()
 
 
