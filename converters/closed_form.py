@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,16 +13,17 @@ from torch import Tensor
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note, progress
 from mla_cli.converters.allocate import choose_ranks, turned_energy
-from mla_cli.converters.factorize import Objective, Spectrum, factorize, output_weight
+from mla_cli.converters.factorize import Objective, Spectrum, activation_weight, factorize, output_weight
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches, Tick, steps_in
 from mla_cli.converters.plan import ConversionPlan
 from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.rotary_split import Mixing, split_error, split_rotary
-from mla_cli.converters.statistics import SourceStatistics, latent_statistics, source_statistics
+from mla_cli.converters.statistics import LatentStatistics, SourceStatistics, latent_statistics, source_statistics
 from mla_cli.model.latent_weights import LatentWeights
 
 Ranks = Literal["uniform", "global"]
+Moments = tuple[Tensor, Tensor | None]  # second moment of a layer's inputs, and weight of errors in its latent
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class ClosedForm:
         spectra: what each latent channel is worth.
         ranks: fitted rank of each layer.
         fisher_tokens: tokens that the Fisher information was taken over (0: another objective).
+        moments: per layer, what the factorisation weighed inputs and errors by; weigh_input: see `factorize`.
+        moments_seconds: how long they took.
     """
 
     wide: tuple[LatentWeights, ...]
@@ -41,6 +45,9 @@ class ClosedForm:
     spectra: tuple[Spectrum, ...]
     ranks: tuple[int, ...]
     fisher_tokens: int
+    moments: tuple[Moments, ...]
+    weigh_input: bool
+    moments_seconds: float
 
 
 @contextmanager
@@ -65,6 +72,45 @@ def gather_source_statistics(bank: LayerBank, texts: CalibrationTexts, batches: 
     layers = bank.model.spec.num_layers
     with ticking("reading activations", steps_in(batches, len(texts.lengths), layers, backward=False)) as tick:
         return source_statistics(bank.frame, bank.source_layer, texts.sequences, texts.lengths, batches, tick=tick)
+
+
+def measure_latents(
+    bank: LayerBank, layers: Sequence[LatentWeights], texts: CalibrationTexts, batches: Batches, *, seed: int
+) -> list[LatentStatistics]:
+    """What matters in the latents of these layers: Fisher information and weighted inputs over all of `texts`."""
+    steps = steps_in(batches, len(texts.lengths), len(layers), backward=True)
+    with ticking("measuring what matters", steps) as tick:
+        return latent_statistics(
+            bank.latent_frame(layers), bank.latent_layers(layers), texts.sequences, texts.lengths, batches,
+            seed=seed, compute=fast_dtype(bank.device), tick=tick,
+        )  # fmt: skip
+
+
+def objective_moments(
+    bank: LayerBank,
+    wide: Sequence[LatentWeights],
+    statistics: Sequence[SourceStatistics],
+    texts: CalibrationTexts,
+    batches: Batches,
+    objective: Objective,
+    *,
+    seed: int,
+) -> tuple[tuple[Moments, ...], int]:
+    """Moments of every split layer under an objective, and the tokens that gradients were taken over (0: none were)."""
+    if objective == "fisher":
+        latents = measure_latents(bank, wide, texts, batches, seed=seed)
+        return tuple((seen.input_moment, seen.fisher) for seen in latents), latents[0].tokens
+    pairs = tuple(zip(wide, statistics, strict=True))
+    if objective == "query-output":
+        return tuple((s.input_moment, output_weight(w, s.query_moment)) for w, s in pairs), 0
+    if objective == "activation":
+        return tuple((s.input_moment, activation_weight(w, s.input_moment)) for w, s in pairs), 0
+    return tuple((s.input_moment, None) for s in statistics), 0
+
+
+def weighs_input(objective: Objective) -> bool:
+    """Whether an objective goes by what the inputs are (see `factorize`)."""
+    return objective != "weight"
 
 
 def closed_form(
@@ -99,38 +145,26 @@ def closed_form(
         errors.append(split_error(attention, split, seen.input_moment, seen.query_energy))
         wide.append(split)
 
-    moments: list[tuple[Tensor, Tensor | None]]
-    tokens = 0
-    if objective == "fisher":
-        steps = steps_in(batches, len(texts.lengths), len(layers), backward=True)
-        with ticking("measuring what matters", steps) as tick:
-            latents = latent_statistics(
-                bank.latent_frame(wide), bank.latent_layers(wide), texts.sequences, texts.lengths, batches,
-                seed=seed, compute=fast_dtype(bank.device), tick=tick,
-            )  # fmt: skip
-        tokens = latents[0].tokens
-        moments = [(seen.input_moment, seen.fisher) for seen in latents]
-    else:
-        moments = [
-            (s.input_moment, output_weight(w, s.query_moment) if objective == "activation" else None)
-            for w, s in zip(wide, statistics, strict=True)
-        ]
+    begun = time.monotonic()
+    moments, tokens = objective_moments(bank, wide, statistics, texts, batches, objective, seed=seed)
+    seconds = time.monotonic() - begun
+    weigh_input = weighs_input(objective)
     even = tuple(layer.fitted_rank for layer in plan.layers)
-    narrow, spectra = _narrowed(wide, even, moments, weigh_input=objective != "weight")
+    narrow, spectra = _narrowed(wide, even, moments, weigh_input=weigh_input)
     chosen = even
     if ranks == "global":
         shared = choose_ranks(spectra, sum(even), even=sum(even) // len(even))
         if shared != even:
-            other, _ = _narrowed(wide, shared, moments, weigh_input=objective != "weight")
+            other, _ = _narrowed(wide, shared, moments, weigh_input=weigh_input)
             if check is None or _better(check(other), check(narrow)):
                 narrow, chosen = other, shared
-    return ClosedForm(tuple(wide), narrow, tuple(errors), spectra, chosen, tokens)
+    return ClosedForm(tuple(wide), narrow, tuple(errors), spectra, chosen, tokens, moments, weigh_input, seconds)
 
 
 def _narrowed(
     wide: Sequence[LatentWeights],
     ranks: Sequence[int],
-    moments: Sequence[tuple[Tensor, Tensor | None]],
+    moments: Sequence[Moments],
     *,
     weigh_input: bool,
 ) -> tuple[tuple[LatentWeights, ...], tuple[Spectrum, ...]]:

@@ -26,7 +26,8 @@ from mla_cli.converters.heal_state import HealState, fingerprint, weights_from
 from mla_cli.converters.held_out import Loss, measure
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
-from mla_cli.converters.options import PILOT_HELD_OUT, SPLIT_SAMPLES, ConvertOptions
+from mla_cli.converters.objectives import compare_objectives
+from mla_cli.converters.options import FORWARD_OBJECTIVES, PILOT_HELD_OUT, SPLIT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import (
     ConversionPlan,
     LayerPlan,
@@ -150,7 +151,7 @@ def _fit(
         timings.seconds.update(facts["seconds"])
         return plan, layers, facts
     with _timed(timings, "source_statistics"):
-        seen = fitted if options.objective == "activation" else first(fitted, SPLIT_SAMPLES)
+        seen = fitted if options.objective in FORWARD_OBJECTIVES else first(fitted, SPLIT_SAMPLES)
         statistics = gather_source_statistics(bank, seen, batches)
     with _timed(timings, "rotary_width"):
         plans = [with_slots(bank, plan, statistics) for plan in plans]
@@ -165,6 +166,13 @@ def _fit(
         plan = with_ranks(plan, closed.ranks)
     with _timed(timings, "held_out"):
         losses = _held_out(bank, closed, unseen, batches)
+    objectives = None
+    if options.compare_objectives:
+        with _timed(timings, "objectives"):
+            objectives = compare_objectives(
+                bank, closed, (options.objective, losses["closed_form"]), statistics,
+                first(fitted, options.fisher_samples), unseen, batches, seed=options.seed,
+            )  # fmt: skip
     facts = {
         "plan": [(layer.kv_lora_rank, layer.fitted_rank, layer.slots) for layer in plan.layers],
         "split_errors": closed.split_errors,
@@ -179,6 +187,7 @@ def _fit(
         "fisher_tokens": closed.fisher_tokens,
         "split_tokens": statistics[0].tokens,
         "held_out": {name: asdict(loss) for name, loss in losses.items()},
+        "objectives": objectives,
         "seconds": dict(timings.seconds),
     }
     if options.heal.mode != "none":

@@ -11,7 +11,7 @@ import torch
 
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.converters.layer_bank import KEEP_BYTES
-from mla_cli.converters.options import HELD_OUT, PILOT_SAMPLES, SPLIT_SAMPLES, ConvertOptions
+from mla_cli.converters.options import FORWARD_OBJECTIVES, HELD_OUT, PILOT_SAMPLES, SPLIT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import ConversionPlan
 
 # Share of a plain matrix product's rate that a whole layer reaches (norms, softmax, copies, moments in float64).
@@ -36,12 +36,14 @@ def estimate(model: ModelSource, options: ConvertOptions, plans: Sequence[Conver
     layers = sum(n for name, n in numbers.items() if ".layers." in name)
     head = spec.vocab_size * spec.hidden_size
     frame = sum(numbers.values()) - layers
-    seen = options.samples if options.objective == "activation" else min(options.samples, SPLIT_SAMPLES)
+    seen = options.samples if options.objective in FORWARD_OBJECTIVES else min(options.samples, SPLIT_SAMPLES)
     forward = seen * options.seq_len * 2 * layers
     fisher = 2 * (3 * layers + 2 * head) * options.seq_len
     pilots = PILOT_SAMPLES * len(plans) if len(plans) > 1 else 0
-    backward = fisher * ((options.fisher_samples if options.objective == "fisher" else 0) + pilots)
-    held_out = HELD_OUT * options.seq_len * 2 * (layers + head) * 4
+    gradients = options.objective == "fisher" or options.compare_objectives
+    backward = fisher * ((options.fisher_samples if gradients else 0) + pilots)
+    stages = 8 if options.compare_objectives else 4
+    held_out = HELD_OUT * options.seq_len * 2 * (layers + head) * stages
     operations = forward + backward + held_out
     wide = 8 * spec.num_layers * (3 * spec.hidden_size**2 + 4 * spec.hidden_size * plans[0].layers[0].cached_per_token)
     kept = min(4 * layers, KEEP_BYTES) if 4 * layers <= KEEP_BYTES else 8 * layers // spec.num_layers

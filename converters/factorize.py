@@ -20,7 +20,9 @@ from torch import Tensor
 
 from mla_cli.model.latent_weights import LatentWeights
 
-Objective = Literal["fisher", "activation", "weight"]
+# What errors in the latent are weighed by: the loss; queries and output projection, its stand-in without gradients; keys and
+# values alike, as published converters do; nothing at all.
+Objective = Literal["fisher", "query-output", "activation", "weight"]
 
 CONSTANT = 1e-10  # share of the input's energy below which its variation is rounding
 DAMPING = 1e-4  # of the mean eigenvalue: directions that calibration hardly saw keep a small weight
@@ -72,6 +74,22 @@ def output_weight(weights: LatentWeights, query_moment: Tensor) -> Tensor:
     out = weights.out.view(-1, s.num_heads, s.v_head_dim)  # [D, H, v]
     values = torch.einsum("hvr,dhv,dhw,hws->rs", weights.up_v, out, out, weights.up_v)
     return keys / keys.trace().clamp(min=1e-30) + values / values.trace().clamp(min=1e-30)
+
+
+def activation_weight(weights: LatentWeights, input_moment: Tensor) -> Tensor:
+    """Errors of keys and values count as they are, each part scaled to equal energy (as TransMLA, arXiv 2502.07864, does).
+
+    Args:
+        input_moment: `[D + 1, D + 1]`, see `covariance`.
+
+    Returns:
+        `[r, r]`.
+    """
+    cov, _ = covariance(input_moment)
+    down = weights.down[: weights.spec.kv_lora_rank]  # [r, D]
+    latent = down @ cov @ down.T  # [r, r]
+    parts = [torch.einsum("hnr,hns->rs", up, up) for up in (weights.up_k, weights.up_v)]
+    return sum((part / (part * latent).sum().clamp(min=1e-30) for part in parts), torch.zeros_like(latent))
 
 
 def factorize(

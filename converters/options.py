@@ -14,9 +14,10 @@ from mla_cli.converters.rotary_split import Mixing
 # Forward statistics are cheap; 512 sequences of 512 tokens cover a text well.
 SAMPLES = 512
 SEQ_LEN = 512
-# The rotary split needs moments of a few numbers a frequency, which settle at once; only the objective `activation` fits the
-# latent itself to these statistics and so takes all sequences.
+# The rotary split needs moments of a few numbers a frequency, which settle at once; only these objectives fit the latent itself
+# to the same statistics and so take all sequences.
 SPLIT_SAMPLES = 64
+FORWARD_OBJECTIVES: tuple[Objective, ...] = ("query-output", "activation")
 # The Fisher information costs four forward passes a token and settles early: more sequences change little.
 FISHER_SAMPLES = 128
 # Held-out sequences for the report: enough that stages differ by more than noise, few enough to cost seconds.
@@ -38,6 +39,7 @@ class ConvertOptions:
     seq_len: int = SEQ_LEN
     fisher_samples: int = FISHER_SAMPLES
     objective: Objective = "fisher"
+    compare_objectives: bool = False
     mixing: Mixing = "complex"
     ranks: Ranks = "global"  # in the native form; the stock form has one rank
     preset: str = DEFAULT_PRESET

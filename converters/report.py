@@ -101,6 +101,7 @@ def build_report(
         },
         "verification": verification,
         "healing": facts.get("healing"),
+        "objectives": facts["objectives"],
         "calibration": calibration,
         "options": options,
         "notes": notes,

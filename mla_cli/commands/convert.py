@@ -63,11 +63,19 @@ def convert(
         str,
         typer.Option(
             "--objective",
-            help="What the latent is fitted to: the loss, the activations, or the weights alone.",
+            help="What the latent is fitted to: the loss, its stand-in without gradients, the activations, the weights alone.",
             rich_help_panel=METHOD,
-            **options.one_of("fisher", "activation", "weight"),
+            **options.one_of("fisher", "query-output", "activation", "weight"),
         ),
     ] = "fisher",
+    compare_objectives: Annotated[
+        bool,
+        typer.Option(
+            "--compare-objectives",
+            help="Measure the closed form under every objective too; the report lists them.",
+            rich_help_panel=METHOD,
+        ),
+    ] = False,
     ranks: Annotated[
         str,
         typer.Option(
@@ -180,6 +188,7 @@ def convert(
         seq_len=seq_len,
         fisher_samples=fisher_samples,
         objective=objective,  # type: ignore[arg-type]
+        compare_objectives=compare_objectives,
         mixing=rotary_mixing,  # type: ignore[arg-type]
         ranks=ranks,  # type: ignore[arg-type]
         preset=preset,
@@ -248,6 +257,7 @@ def _plan_json(plan: ConversionPlan) -> dict[str, Any]:
 def summary(report: dict[str, Any], out: Path) -> str:
     """A conversion in a few lines."""
     from mla_cli.converters.report import over_layers
+    from mla_cli.converters.report_values import shown
 
     held, cache = report["heldout"], report["cache_bytes_per_token"]
 
@@ -266,6 +276,10 @@ def summary(report: dict[str, Any], out: Path) -> str:
             + (f"{over(held['ppl_closed_form'])} in closed form, " if report["healing"] else "")
             + f"{over(held['ppl_final'])} at the end (held-out calibration text)",
             f"  KL to source {held['kl_final']:.4f} nats a token",
+            *(
+                f"  objective    {row['objective']}: {over(row['perplexity'])} in closed form, KL {shown(row['kl'])}"
+                for row in report["objectives"] or ()
+            ),
             f"  time         {report['seconds']['total']:.0f} s, peak memory {(report['peak_rss_bytes'] or 0) / 1e9:.1f} GB",
             f'  next         mla generate {shlex.quote(str(out))} "Once upon a time"',
         ]
