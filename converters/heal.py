@@ -90,7 +90,7 @@ def _layers(
     return Healed(
         student.result(),
         tuple((r.before, r.after) for r in records),
-        {"mode": "layers", "steps": sum(r.steps for r in records), "gains": _gains(student)},
+        {"mode": "layers", "steps": sum(r.steps for r in records), "gains": [r.gain for r in records]},
     )
 
 
@@ -136,7 +136,7 @@ def _full(
 
 
 def _gains(student: Student) -> list[float]:
-    return [float(student.layer(i)[1].log_gain.detach().exp()) for i in range(len(student.learning))]
+    return [student.layer(i)[1].gain() for i in range(len(student.learning))]
 
 
 def _first(texts: CalibrationTexts, count: int, tokens: int = 1 << 30) -> tuple[Tensor, Tensor]:

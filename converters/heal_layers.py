@@ -31,11 +31,18 @@ LAYER_EPOCHS = 32
 
 @dataclass
 class LayerHealing:
-    """What one layer's healing did: relative squared error of its attention output on held-out sequences, before and after."""
+    """What one layer's healing did: relative squared error of its attention output on held-out sequences, before and after.
+
+    `gain` was learned on the latent, and is folded into the weights.
+    """
 
     before: float
     after: float
     steps: int
+    gain: float
+
+
+HealedLayer = tuple[LatentWeights, LayerHealing]
 
 
 class LayersHealing:
@@ -51,19 +58,20 @@ class LayersHealing:
 
     def run(
         self,
-        healed: Sequence[LatentWeights],
-        save: Callable[[int, LatentWeights], None],
+        healed: Sequence[HealedLayer],
+        save: Callable[[int, HealedLayer], None],
         tick: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Heal every layer; those of `healed`, from an interrupted run, are taken as they are."""
+        """Heal every layer; those of `healed`, from an interrupted run, are taken as they are, with their records."""
         count = len(self.student.learning)
-        for index, weights in enumerate(healed):
+        for index, (weights, record) in enumerate(healed):
             self.student.load_layer(index, weights)
+            self.records.append(record)
         for index in range(count):
             seconds = 60 * self.options.minutes / count
             if index >= len(healed):
                 self.records.append(self._heal(index, seconds))
-                save(index, self.student.layer(index)[1].result())
+                save(index, (self.student.layer(index)[1].result(), self.records[-1]))
             for states in (self.fitted, self.unseen):
                 states.advance(index)
             if index >= len(healed):
@@ -108,7 +116,7 @@ class LayersHealing:
                 for name, master in masters.items():
                     master.copy_(first[name])
             after = before
-        return LayerHealing(before, after, step)
+        return LayerHealing(before, after, step, learning.gain())
 
     def _loss(self, index: int, states: _States, rows: Tensor) -> Tensor:
         """Squared error of the attention output over the power of the source's own."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_cli.checkpoint.disk import disk_error
+from mla_cli.converters.heal_layers import HealedLayer, LayerHealing
 from mla_cli.converters.student import Student
 from mla_cli.errors import InputError, UsageError
 from mla_cli.model.latent_weights import LatentWeights
@@ -67,18 +68,20 @@ class HealState:
         """Where a healing end to end stood."""
         return self._read("full")
 
-    def save_layer(self, index: int, layer: LatentWeights) -> None:
-        """Keep a healed layer."""
-        self._write(f"layer-{index}", _tensors(layer))
+    def save_layer(self, index: int, healed: HealedLayer) -> None:
+        """Keep a healed layer, and what the report says of it."""
+        weights, record = healed
+        self._write(f"layer-{index}", {"layer": _tensors(weights), "record": asdict(record)})
 
-    def load_layers(self, student: Student) -> list[LatentWeights]:
+    def load_layers(self, student: Student) -> list[HealedLayer]:
         """The layers healed so far."""
-        layers: list[LatentWeights] = []
+        layers: list[HealedLayer] = []
         for index in range(len(student.learning)):
             found = self._read(f"layer-{index}")
             if found is None:
                 break
-            layers.append(weights_from(student.layer(index)[1].weights.spec, found))
+            weights = weights_from(student.layer(index)[1].weights.spec, found["layer"])
+            layers.append((weights, LayerHealing(**found["record"])))
         return layers
 
     def remove(self) -> None:

@@ -47,6 +47,10 @@ class LearningAttention(nn.Module):
         """`[B, T, D]` to `[B, T, D]` with these matrices."""
         return torch.func.functional_call(self.attention, working, (x, step))  # type: ignore[no-any-return]
 
+    def gain(self) -> float:
+        """The gain on the latent."""
+        return float(self.log_gain.detach().exp())
+
     @torch.no_grad()
     def result(self) -> LatentWeights:
         """What was learned, the gain folded in, in float64 on the CPU."""

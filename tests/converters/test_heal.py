@@ -186,9 +186,12 @@ def test_layers_go_on_after_an_interruption_to_the_same_result(tmp_path: Path) -
     fitted = random_tokens(16, 24, seed=5), torch.full((16,), 24)
     options = HealOptions(mode="layers", steps=6, batch_tokens=96)
     whole, layers = a_student(tmp_path / "a"), []
-    LayersHealing(whole, fitted, unseen(), options).run([], lambda index, layer: layers.append(layer))
+    first_run = LayersHealing(whole, fitted, unseen(), options)
+    first_run.run([], lambda index, layer: layers.append(layer))
     again = a_student(tmp_path / "b")
-    LayersHealing(again, fitted, unseen(), options).run(layers[:1], lambda index, layer: None)
+    second_run = LayersHealing(again, fitted, unseen(), options)
+    second_run.run(layers[:1], lambda index, layer: None)
+    assert second_run.records[0] == first_run.records[0]
     for first, second in zip(whole.result(), again.result(), strict=True):
         torch.testing.assert_close(second.down, first.down, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(second.out, first.out, rtol=1e-5, atol=1e-6)
@@ -287,6 +290,27 @@ def test_resume_goes_on_after_an_interruption(source: Path, monkeypatch: pytest.
     assert count == 6 + 7  # five steps were kept
     assert (out / "model.safetensors").read_bytes() == expected
     assert not (source.parent / ".out.mla-resume").exists()
+
+
+def test_a_resumed_report_has_the_errors_of_every_layer(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert convert(source, "--heal", "layers", "--heal-steps", 6) == 0
+    out = source.parent / "out"
+    whole = json.loads((out / "mla_report.json").read_text())
+
+    heal = LayersHealing._heal
+
+    def interrupted(self: LayersHealing, index: int, seconds: float) -> Any:
+        if index == 1:
+            raise KeyboardInterrupt
+        return heal(self, index, seconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayersHealing, "_heal", interrupted)
+        assert convert(source, "--heal", "layers", "--heal-steps", 6, "--force") == 130
+    assert convert(source, "--heal", "layers", "--heal-steps", 6, "--force", "--resume") == 0
+    resumed = json.loads((out / "mla_report.json").read_text())
+    assert resumed["layers"] == whole["layers"]
+    assert resumed["healing"] == whole["healing"]
 
 
 def test_resume_refuses_what_it_cannot_go_on_with(
