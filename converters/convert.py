@@ -24,6 +24,7 @@ from mla_cli.converters.convert_texts import conversion_texts, first, language_o
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_state import HealState, fingerprint, weights_from
 from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.latent_norm import choose_norm, norm_line, why_no_norm
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.objectives import compare_objectives
@@ -33,6 +34,7 @@ from mla_cli.converters.plan import (
     LayerPlan,
     standard_layers,
 )
+from mla_cli.converters.presets import find_preset
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.rotary_split import latent_spec
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
@@ -76,13 +78,22 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     bank = LayerBank(model, device)
     batches = Batches.fit(int(fitted.lengths.max()), model.spec.hidden_size, model.spec.num_layers)
     plan, layers, facts = _fit(bank, plans, fitted, unseen, batches, options, state, timings)
+    opening = tokenizer.bos_id if tokenizer.adds_bos else None
+    heal_options = options.heal
     layer_errors: tuple[tuple[float, float], ...] = ()
+    if find_preset(options.preset).latent_norm:
+        with _timed(timings, "latent_norm"):
+            reason = why_no_norm(plan.form, options.heal)
+            facts["latent_norm"] = {"kept": False, "reason": reason}
+            if reason is None:
+                norm = choose_norm(
+                    bank, layers, healing, long_unseen, unseen, batches, options.heal, state, opening=opening
+                )
+                layers, heal_options, facts["latent_norm"] = norm.layers, norm.rest, norm.record
+            notes.append(norm_line(facts["latent_norm"]))
     if options.heal.mode != "none":
         with _timed(timings, "healing"):
-            healed = heal(
-                model, layers, healing, long_unseen, options.heal, state, device=device,
-                opening=tokenizer.bos_id if tokenizer.adds_bos else None,
-            )  # fmt: skip
+            healed = heal(model, layers, healing, long_unseen, heal_options, state, device=device, opening=opening)
         layers, layer_errors, facts["healing"] = healed.layers, healed.layer_errors, healed.record
     with _timed(timings, "write"):
         write_checkpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -35,6 +36,7 @@ class HealState:
             UsageError: `resume` was asked for, and nothing was left, or by a run with other options.
         """
         out = Path(out).resolve()
+        self._prefix = ""
         self.folder = out.parent / f".{out.name}.mla-resume"
         self.key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True, default=str).encode()).hexdigest()
         if resume:
@@ -49,6 +51,12 @@ class HealState:
                 )
         else:
             self.remove()
+
+    def stage(self, name: str) -> HealState:
+        """The same folder for one of several healings: what it keeps does not meet what the others do."""
+        own = copy.copy(self)
+        own._prefix = f"{name}-"
+        return own
 
     def save_closed_form(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
         """Keep what steps 1 to 3 made, and what the report says of them."""
@@ -89,7 +97,7 @@ class HealState:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        target = self.folder / f"{name}.pt"
+        target = self.folder / f"{self._prefix}{name}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.save(content, target.with_suffix(".part"))
@@ -98,7 +106,7 @@ class HealState:
             raise disk_error(error, target, 0) from error
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        file = self.folder / f"{name}.pt"
+        file = self.folder / f"{self._prefix}{name}.pt"
         if not file.is_file():
             return None
         try:
@@ -115,6 +123,9 @@ def fingerprint(source_sha256: str, options: Any) -> dict[str, Any]:
 def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> LatentWeights:
     """A layer with these tensors."""
     spec = replace(spec, q_bias=True, kv_a_bias=True, o_bias=True)
+    norm = tensors.get("norm")
+    if norm is None:
+        spec = replace(spec, norm_eps=None)
     return LatentWeights(
         spec=spec,
         q=tensors["q"],
@@ -125,8 +136,10 @@ def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> Laten
         up_v=tensors["up_v"],
         out=tensors["out"],
         out_bias=tensors["out_bias"],
+        norm=norm,
     ).with_needed_biases()
 
 
 def _tensors(weights: LatentWeights) -> dict[str, Tensor]:
-    return {name: getattr(weights, name) for name in TENSORS}
+    tensors = {name: getattr(weights, name) for name in TENSORS}
+    return tensors if weights.norm is None else {**tensors, "norm": weights.norm}

@@ -14,7 +14,7 @@ from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches, LayerAt
 from mla_cli.converters.report import finite
 from mla_cli.converters.statistics import SourceStatistics
-from mla_cli.model.decoder import DecoderLayer
+from mla_cli.model.decoder import Decoder, DecoderLayer
 
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
@@ -38,7 +38,7 @@ def compare_objectives(
     """
     losses = {known[0]: known[1]}
     seconds = {known[0]: closed.moments_seconds}
-    stages = {"source": (bank.frame, bank.source_layer)}
+    stages: dict[str, tuple[Decoder, LayerAt]] = {"source": (bank.frame, bank.source_layer)}
     for name in OBJECTIVES:
         if name == known[0]:
             continue

@@ -19,8 +19,8 @@ class Preset:
         ratio_reason: why these.
         max_ratio: largest that may be asked for; None: whatever the plan allows.
         limit_reason: why no further, as the end of a sentence.
-        latent_norm: the native form should have a LayerNorm on the latent. (The stock form has a norm of its own kind
-            there, which is neutralised exactly; see docs/decisions.)
+        latent_norm: in the native form a norm on the latent is tried, and kept where it costs nothing after healing (see
+            `latent_norm`). The stock form has a norm of its own kind there, which is neutralised exactly.
         max_rise_percent: how much worse than at the first ratio the perplexity may be for a larger one to be taken.
     """
 

@@ -102,6 +102,7 @@ def build_report(
         "verification": verification,
         "healing": facts.get("healing"),
         "objectives": facts["objectives"],
+        "latent_norm": facts.get("latent_norm"),
         "calibration": calibration,
         "options": options,
         "notes": notes,

@@ -23,7 +23,10 @@ Working = dict[str, Tensor]
 
 
 class LearningAttention(nn.Module):
-    """One layer's latent attention with float32 masters and a positive gain on the latent, `c = exp(log_gain) W_down x`."""
+    """One layer's latent attention with float32 masters and a positive gain on the latent, `c = exp(log_gain) W_down x`.
+
+    A norm on the latent would undo a gain before it, so there the gain is on the norm's weight.
+    """
 
     def __init__(self, weights: LatentWeights, layer: int, device: torch.device) -> None:
         super().__init__()
@@ -38,6 +41,9 @@ class LearningAttention(nn.Module):
         s = self.weights.spec
         tensors: dict[str, Tensor] = dict(self.attention.named_parameters())
         gain = self.log_gain.exp()
+        if s.norm_eps is not None:
+            tensors["kv_a_layernorm.weight"] = tensors["kv_a_layernorm.weight"] * gain
+            return {name: tensor.to(dtype) for name, tensor in tensors.items()}
         for name in ("kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"):
             latent, rope = tensors[name].split((s.kv_lora_rank, s.qk_rope_head_dim))
             tensors[name] = torch.cat((latent * gain, rope))
@@ -55,6 +61,8 @@ class LearningAttention(nn.Module):
     def result(self) -> LatentWeights:
         """What was learned, the gain folded in, in float64 on the CPU."""
         learned = LatentWeights.of(self.attention)
+        if learned.norm is not None:
+            return replace(learned, norm=learned.norm * self.gain()).with_needed_biases()
         gain = torch.ones_like(learned.down_bias)  # [r + rope]
         gain[: learned.spec.kv_lora_rank] = self.log_gain.detach().cpu().double().exp()
         learned = replace(learned, down=learned.down * gain[:, None], down_bias=learned.down_bias * gain)
@@ -124,4 +132,3 @@ def layer_output(layer: DecoderLayer, attention: Callable[[Tensor, Step], Tensor
     dtype = layer.mlp.up_proj.weight.dtype
     x = x + attention(layer.input_layernorm(x.to(dtype)), step)
     return x + layer.mlp(layer.post_attention_layernorm(x.to(dtype)))  # type: ignore[no-any-return]
-

@@ -92,6 +92,8 @@ def stock_tensors(weights: LatentWeights, kv_lora_rank: int, *, query_bias: bool
     s, hidden = weights.spec, weights.q.shape[-1]
     if s.gate_chunk is not None:
         raise UsageError("the stock DeepSeek form cannot express a gate on the latent", fix="use --format native")
+    if s.norm_eps is not None:
+        raise UsageError("the stock DeepSeek form has no room for a norm on the latent", fix="use --format native")
     if s.kv_lora_rank != free_rank(kv_lora_rank):
         raise UsageError(
             f"{s.kv_lora_rank} latent channels do not fit a latent of {kv_lora_rank} with constant channels"

@@ -107,10 +107,10 @@ def _ordered_weights(attention: LatentAttention) -> LatentWeights:
         if found is None:
             # The mark of our stock form, in the weights themselves: a report may be lost, or belong to other weights.
             raise UsageError(
-                "the latent's channels are in no known order: it lacks the constant channels that `mla convert` writes "
-                "(and that float16 cannot hold)",
+                "the latent's channels are in no known order: it has a norm over all of them, and lacks the constant channels "
+                "with which `mla convert` neutralises one (and that float16 cannot hold)",
                 where=where,
-                fix="use a checkpoint that `mla convert` wrote, without --dtype float16, or leave the option out",
+                fix="use one that `mla convert` wrote without a norm, and not --dtype float16, or leave the option out",
             )
         weights = found
     reads_key, reads_value = (up.flatten(0, 1).any(dim=0) for up in (weights.up_k, weights.up_v))  # [r]

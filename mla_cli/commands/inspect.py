@@ -97,6 +97,7 @@ def _latent(model: ModelSource) -> dict[str, Any]:
     layers = [
         {"kv_lora_rank": a.kv_lora_rank, "qk_rope_head_dim": a.qk_rope_head_dim}
         | ({} if a.gate_chunk is None else {"gate_chunk": a.gate_chunk})
+        | ({} if a.norm_eps is None else {"norm_eps": a.norm_eps})
         for a in model.spec.attention
         if isinstance(a, LatentAttentionSpec)
     ]
@@ -148,6 +149,8 @@ def _latent_lines(facts: dict[str, Any]) -> list[str]:
     lines = ["  latent       " + ", ".join(f"kv_lora_rank {r} + qk_rope_head_dim {d}" for r, d in sorted(shapes))]
     gates = sorted({layer["gate_chunk"] for layer in facts["latent_layers"] if "gate_chunk" in layer})
     lines += [f"  gate         over chunks of {', '.join(map(str, gates))} tokens"] if gates else []
+    normed = sum("norm_eps" in layer for layer in facts["latent_layers"])
+    lines += [f"  norm         on the latent of {normed} layers"] if normed else []
     scheme = facts["kv_cache"]
     lines.append(f"  calibrated   {scheme['dtype']}, {scheme['granularity']} scales" if scheme else "  calibrated   no")
     made = facts.get("conversion")

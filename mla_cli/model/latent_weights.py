@@ -15,13 +15,14 @@ from mla_cli.model.spec import LatentAttentionSpec
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """`scores = scale * ((q_nope x) . (up_k c) + rope(q_rope x) . rope(k_rope x))`, `out(up_v c)`, `c = down x`.
+    """`scores = scale * ((q_nope x) . (up_k c) + rope(q_rope x) . rope(k_rope x))`, `out(up_v c)`, `c = norm(down x)`.
 
     Attributes:
         q: `[H, nope + rope, D]`; q_bias: `[H, nope + rope]`.
         down: `[r + rope, D]`, latent rows first; down_bias: `[r + rope]`.
         up_k: `[H, nope, r]`; up_v: `[H, v, r]`.
         out: `[D, H * v]`; out_bias: `[D]`.
+        norm: `[r]` weight of the RMSNorm on the latent, where the spec has one (`norm_eps`).
         gate: tensors of the chunk gate by their names below `latent_gate.`, where the spec has one: then `c` is gated.
     """
 
@@ -34,6 +35,7 @@ class LatentWeights:
     up_v: Tensor
     out: Tensor
     out_bias: Tensor
+    norm: Tensor | None = None
     gate: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -52,16 +54,19 @@ class LatentWeights:
             found = tuple(getattr(self, name).shape)
             if found != shape:
                 raise ValueError(f"latent weights: {name} has shape {found}, expected {shape}")
+        norm = None if self.norm is None else tuple(self.norm.shape)
+        if norm != (None if s.norm_eps is None else (s.kv_lora_rank,)):
+            raise ValueError(f"latent weights: a norm with eps {s.norm_eps} cannot have a weight of shape {norm}")
         gate = {name: tuple(tensor.shape) for name, tensor in (self.gate or {}).items()}
         if gate != ({} if s.gate_chunk is None else gate_shapes(s.kv_lora_rank)):
             raise ValueError(f"latent weights: a gate over chunks of {s.gate_chunk} cannot have tensors {gate}")
 
     @staticmethod
     def of(attention: LatentAttention) -> LatentWeights:
-        """The weights of a module without norms (any converted layer but one in the stock form)."""
+        """The weights of a module whose queries have no latent (any converted layer in the native form)."""
         s, hidden = attention.spec, attention.o_proj.out_features
-        if s.norm_eps is not None or s.q_lora_rank is not None:
-            raise ValueError("latent weights: a layer with norms is not a converted layer in the native form")
+        if s.q_lora_rank is not None:
+            raise ValueError("latent weights: a layer with a latent of the queries is not in the native form")
         up = attention.kv_b_proj.weight.detach().cpu().double().view(s.num_heads, -1, s.kv_lora_rank)
         return LatentWeights(
             s,
@@ -73,15 +78,20 @@ class LatentWeights:
             up[:, s.qk_nope_head_dim :],
             attention.o_proj.weight.detach().cpu().double(),
             bias_or_zeros(attention.o_proj),
+            None if s.norm_eps is None else attention.kv_a_layernorm.weight.detach().cpu().double(),
             None if s.gate_chunk is None else _doubles(attention.latent_gate.state_dict()),
         )
+
+    def with_norm(self, eps: float, weight: Tensor) -> LatentWeights:
+        """The layer with `weight * c / sqrt(mean(c^2) + eps)` in the place of its latent `c`."""
+        return replace(self, spec=replace(self.spec, norm_eps=eps), norm=weight.detach().cpu().double())
 
     def with_gate(self, chunk: int, gate: Mapping[str, Tensor]) -> LatentWeights:
         """The layer with a gate over chunks of `chunk` tokens; `gate` is what `LatentGate.state_dict()` gives."""
         return replace(self, spec=replace(self.spec, gate_chunk=chunk), gate=_doubles(gate))
 
     def narrowed(self, channels: int) -> LatentWeights:
-        """The layer with the first `channels` of its latent alone; a gate, which reads all of them, rules that out."""
+        """The layer with the first `channels` of its latent alone; a norm or a gate, which read all of them, rule that out."""
         rank = self.spec.kv_lora_rank
         return replace(
             self,
@@ -108,6 +118,8 @@ class LatentWeights:
         ):
             if present:
                 named[name] = tensor
+        if self.norm is not None:
+            named["kv_a_layernorm.weight"] = self.norm
         return named | {f"latent_gate.{name}": tensor for name, tensor in (self.gate or {}).items()}
 
     def with_needed_biases(self) -> LatentWeights:

@@ -2,9 +2,11 @@
 
 `config.json` holds `model_type: mla_native`, the source's configuration under `source_config`, and under `mla` one entry a
 layer: `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`, `frequencies` (the source's frequency index of
-each rotary pair). Tensors carry the decoder's names; attention has `q_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`,
-and no norm on the latent. A layer with the entry `gate_chunk` has a gate over chunks of so many tokens, in the tensors
-`latent_gate.{0,2}.{weight,bias}`; programs that know no gates refuse the entry by name.
+each rotary pair). Tensors carry the decoder's names; attention has `q_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`.
+
+Two entries are optional, and programs that do not know them refuse them by name. `norm_eps`: the layer has an RMSNorm of this
+eps on the latent, `kv_a_layernorm`. `gate_chunk`: it has a gate over chunks of so many tokens,
+`latent_gate.{0,2}.{weight,bias}`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cli.errors import InputError, UnsupportedError
-from mla_cli.model.families.base import Config, Family, TensorRule, check_keys, flag, integer
+from mla_cli.model.families.base import Config, Family, TensorRule, check_keys, flag, integer, number
 from mla_cli.model.families.deepseek import latent_attention_shapes
 from mla_cli.model.families.gpt2 import GPT2
 from mla_cli.model.families.llama import LLAMA, MISTRAL, QWEN2
@@ -23,7 +25,7 @@ _SOURCES = (LLAMA, MISTRAL, QWEN2, GPT2)
 _LAYER_KEYS = {
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "frequencies", "q_bias", "kv_a_bias", "o_bias",
 }  # fmt: skip
-_OPTIONAL_KEYS = {"gate_chunk"}  # written where it is not None
+_OPTIONAL_KEYS = {"gate_chunk", "norm_eps"}  # written where it is not None
 
 
 def native_config(source_config: Config, spec: DecoderSpec) -> Config:
@@ -112,6 +114,7 @@ def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAtten
         scale=source.scale,
         rotary=source.rotary,
         frequencies=frequencies,
+        norm_eps=None if entry.get("norm_eps") is None else number(entry, "norm_eps"),
         q_bias=flag(entry, "q_bias"),
         kv_a_bias=flag(entry, "kv_a_bias"),
         o_bias=flag(entry, "o_bias"),
