@@ -11,6 +11,7 @@ from mla_cli.console import note
 from mla_cli.converters.allocate import choose_common_slots, choose_slots, slot_worth
 from mla_cli.converters.closed_form import Ranks, closed_form
 from mla_cli.converters.convert_texts import first
+from mla_cli.converters.heal_options import check_gate
 from mla_cli.converters.held_out import Loss, measure
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
@@ -28,6 +29,12 @@ def plan_conversion(model: ModelSource, options: ConvertOptions) -> list[Convers
     Raises:
         UsageError: an option is outside its range for this model, or beyond what the preset allows.
     """
+    plans = _worth_trying(model, options)
+    check_gate(options.heal, plans[0].form, model.spec.max_position_embeddings)
+    return plans
+
+
+def _worth_trying(model: ModelSource, options: ConvertOptions) -> list[ConversionPlan]:
     if options.kv_lora_rank is not None:
         plans = _plans_of(model, options)
         check_ratio(options.preset, plans[0].ratio, where="--kv-lora-rank")

@@ -22,6 +22,7 @@ from mla_cli.converters.choose import choose_plan, loss_of, plan_conversion, ran
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics, ticking
 from mla_cli.converters.convert_texts import conversion_texts, first, language_of
 from mla_cli.converters.heal import heal
+from mla_cli.converters.heal_gate import gate_line, learn_gates, shared_with_gate
 from mla_cli.converters.heal_state import HealState, fingerprint, weights_from
 from mla_cli.converters.held_out import Loss, measure
 from mla_cli.converters.latent_norm import choose_norm, norm_line, why_no_norm
@@ -78,8 +79,9 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     bank = LayerBank(model, device)
     batches = Batches.fit(int(fitted.lengths.max()), model.spec.hidden_size, model.spec.num_layers)
     plan, layers, facts = _fit(bank, plans, fitted, unseen, batches, options, state, timings)
+    to_heal = healing if options.heal.mode == "full" else fitted  # layer by layer a sequence's first tokens are read
     opening = tokenizer.bos_id if tokenizer.adds_bos else None
-    heal_options = options.heal
+    heal_options, gate_options = shared_with_gate(options.heal)
     layer_errors: tuple[tuple[float, float], ...] = ()
     if find_preset(options.preset).latent_norm:
         with _timed(timings, "latent_norm"):
@@ -87,14 +89,19 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
             facts["latent_norm"] = {"kept": False, "reason": reason}
             if reason is None:
                 norm = choose_norm(
-                    bank, layers, healing, long_unseen, unseen, batches, options.heal, state, opening=opening
+                    bank, layers, to_heal, long_unseen, unseen, batches, heal_options, state, opening=opening
                 )
                 layers, heal_options, facts["latent_norm"] = norm.layers, norm.rest, norm.record
             notes.append(norm_line(facts["latent_norm"]))
     if options.heal.mode != "none":
         with _timed(timings, "healing"):
-            healed = heal(model, layers, healing, long_unseen, heal_options, state, device=device, opening=opening)
+            healed = heal(model, layers, to_heal, long_unseen, heal_options, state, device=device, opening=opening)
         layers, layer_errors, facts["healing"] = healed.layers, healed.layer_errors, healed.record
+    if gate_options.gate:
+        with _timed(timings, "gate"):
+            gated = learn_gates(model, layers, healing, long_unseen, gate_options, state, device=device)
+        layers, facts["healing"]["gate"] = gated.layers, gated.record
+        notes.append(gate_line(gated.record))
     with _timed(timings, "write"):
         write_checkpoint(
             model, plan, layers, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
@@ -125,7 +132,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
             "tokens": fitted.tokens,
             "split_tokens": facts["split_tokens"],
             "fisher_tokens": facts["fisher_tokens"],
-            "healing_tokens": healing.tokens if options.heal.mode != "none" else 0,
+            "healing_tokens": to_heal.tokens if options.heal.mode != "none" else 0,
             "skipped": fitted.skipped,
         },
         options={key: value for key, value in asdict(options).items() if key not in ("force", "resume")},

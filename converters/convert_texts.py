@@ -13,7 +13,7 @@ from mla_cli.calibration.language import identify, tokenizer_languages, warn_oth
 from mla_cli.calibration.texts import CalibrationTexts, split_heldout
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.console import warn
-from mla_cli.converters.heal_options import HEAL_LENGTHS, HEAL_SAMPLES
+from mla_cli.converters.heal_options import HEAL_LENGTHS, HEAL_SAMPLES, chunks_within
 from mla_cli.converters.options import HELD_OUT, ConvertOptions
 from mla_cli.errors import InputError
 
@@ -25,15 +25,23 @@ def conversion_texts(
 ) -> tuple[CalibrationTexts, CalibrationTexts, CalibrationTexts, CalibrationTexts]:
     """Sequences for statistics, held-out ones (for the report, cut; for healing, whole), and those that healing reads.
 
-    Healing end to end reads more text than statistics need, and longer sequences; what is held out is held out from all.
+    Healing end to end reads more text than statistics need, and longer sequences; so does a gate, which nothing of a sequence's
+    first chunk teaches. What is held out is held out from all.
+
+    Raises:
+        InputError: there is too little text, or none long enough for a gate.
     """
-    more = options.heal.mode == "full" and options.calib not in ("auto", "self")
+    own = options.calib not in ("auto", "self")
+    full = options.heal.mode == "full" and own
+    chunk = max(chunks_within(options.heal, model.spec.max_position_embeddings), default=0)
+    seq_len = HEAL_LENGTHS * options.seq_len if full else options.seq_len
+    seq_len = max(seq_len, 2 * chunk) if own else seq_len
+    more = seq_len > options.seq_len
     texts = choose_texts(
         model, tokenizer, calib=options.calib,
-        samples=max(options.samples, HEAL_SAMPLES) if more else options.samples,
-        seq_len=HEAL_LENGTHS * options.seq_len if more else options.seq_len,
-        seed=options.seed, device=device, preset=options.preset,
-        enough=math.ceil(options.samples / HEAL_LENGTHS) if more else None,
+        samples=max(options.samples, HEAL_SAMPLES) if full else options.samples,
+        seq_len=seq_len, seed=options.seed, device=device, preset=options.preset,
+        enough=math.ceil(options.samples * options.seq_len / seq_len) if more else None,
     )  # fmt: skip
     healing, unseen = split_heldout(texts)
     if not len(unseen.lengths):
@@ -41,6 +49,11 @@ def conversion_texts(
             f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or use --calib self"
         )
     unseen = first(unseen, HELD_OUT)
+    if chunk and min(int(healing.lengths.max()), int(unseen.lengths.max())) <= chunk:
+        raise InputError(
+            f"a gate over chunks of {chunk} tokens learns from longer sequences, and there are none ({texts.origin})",
+            fix="give long texts in --calib, or leave out --gate",
+        )
     opening = tokenizer.bos_id if tokenizer.adds_bos else None
     fitted = first(pieces(healing, options.seq_len, opening), options.samples) if more else healing
     fitted = replace(fitted, requested=options.samples)

@@ -53,7 +53,7 @@ class LayersHealing:
     ) -> None:
         """Args: fitted: sequences `[N, T]` and lengths `[N]` to learn from; unseen: the same, to judge by."""
         self.student, self.options = student, options
-        self.fitted, self.unseen = _States(student, *fitted), _States(student, *unseen)
+        self.fitted, self.unseen = States(student, *fitted), States(student, *unseen)
         self.records: list[LayerHealing] = []
 
     def run(
@@ -118,13 +118,12 @@ class LayersHealing:
             after = before
         return LayerHealing(before, after, step, learning.gain())
 
-    def _loss(self, index: int, states: _States, rows: Tensor) -> Tensor:
+    def _loss(self, index: int, states: States, rows: Tensor) -> Tensor:
         """Squared error of the attention output over the power of the source's own."""
         given, target, valid, step = states.attention(index, rows)
         _, learning = self.student.layer(index)
         found = learning(given, step, working=learning.working(given.dtype))
-        error = (found.float() - target)[valid].square().sum()
-        return error / target[valid].square().sum().clamp(min=1e-12)
+        return relative_error(found, target, valid)
 
     @torch.no_grad()
     def _error(self, index: int) -> float:
@@ -138,7 +137,13 @@ class LayersHealing:
         return output_scales(learning, lambda: learning(given, step, working=learning.working(given.dtype)))
 
 
-class _States:
+def relative_error(found: Tensor, target: Tensor, valid: Tensor) -> Tensor:
+    """Squared error of `[B, T, D]` over the power of the target, tokens of `valid` `[B, T]` alone."""
+    error = (found.float() - target)[valid].square().sum()
+    return error / target[valid].square().sum().clamp(min=1e-12)
+
+
+class States:
     """Sequences, and the hidden states before one layer that they have in the source and in the healed prefix."""
 
     def __init__(self, student: Student, tokens: Tensor, lengths: Tensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mla_cli.errors import UsageError
+
 Heal = Literal["none", "layers", "full"]
 
 # Of a matrix's own output, per step at the most, as Adam sees it: larger rates made the divergence rise in the first steps
@@ -35,11 +37,18 @@ SAVE_SECONDS = 120.0
 HEAL_SAMPLES = 4096
 # Healing sees sequences of so many times `--seq-len`: a model should not meet its first long context in use.
 HEAL_LENGTHS = 2
+# The chunk gate is tried over these, one after the other; the last is what it is kept at.
+GATE_CHUNKS = (512, 768, 1024)
+# Of the time of healing, with a gate.
+GATE_SHARE = 0.3
 
 
 @dataclass(frozen=True)
 class HealOptions:
-    """What `mla convert` asks of healing. Either time or steps bound it; with `steps` the result does not depend on speed."""
+    """What `mla convert` asks of healing. Either time or steps bound it; with `steps` the result does not depend on speed.
+
+    `gate`: chunks of tokens, short to long, over which a gate on the latents is tried afterwards; none: no gate.
+    """
 
     mode: Heal = "none"
     minutes: float = 30.0
@@ -47,3 +56,32 @@ class HealOptions:
     learning_rate: float = LEARNING_RATE
     batch_tokens: int = BATCH_TOKENS
     seed: int = 0
+    gate: tuple[int, ...] = ()
+
+
+def chunks_within(options: HealOptions, context: int) -> tuple[int, ...]:
+    """The gate's chunks of which two fit a model's context: the first chunk of a sequence is not gated."""
+    return tuple(chunk for chunk in options.gate if 2 * chunk <= context)
+
+
+def check_gate(options: HealOptions, form: str, context: int) -> None:
+    """Refuse a gate that could not be learned or not be written.
+
+    Raises:
+        UsageError: the stock form, no healing, or a context of less than two chunks.
+    """
+    if not options.gate:
+        return
+    if form == "deepseek":
+        raise UsageError(
+            "the stock DeepSeek form cannot express a gate on the latent", where="--gate", fix="add --format native"
+        )
+    if options.mode == "none":
+        raise UsageError("a gate is learned after healing, and there is none", where="--gate", fix="add --heal layers")
+    if not chunks_within(options, context):
+        raise UsageError(
+            f"a gate works between chunks of at least {options.gate[0]} tokens, and the model's context of {context} "
+            "does not hold two",
+            where="--gate",
+            fix="leave the option out",
+        )

@@ -92,6 +92,15 @@ class HealState:
             layers.append((weights, LayerHealing(**found["record"])))
         return layers
 
+    def save_gate(self, index: int, gate: dict[str, Tensor], record: dict[str, Any]) -> None:
+        """Keep a layer's gate (its tensors; none where it was dropped), and what the report says of it."""
+        self._write(f"gate-{index}", {"gate": gate, "record": record})
+
+    def load_gate(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What `save_gate` kept."""
+        found = self._read(f"gate-{index}")
+        return None if found is None else (found["gate"], found["record"])
+
     def remove(self) -> None:
         """Nothing is left to resume."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,8 +1,9 @@
 """A norm on the latent (preset `chat`): `c' = w c / sqrt(mean(c^2) + eps)`, kept where it does not cost anything.
 
 An RMSNorm drops the length of each token's latent, which nothing after it can give back: with the usual small eps the first
-token's latent, short because most attention goes there and its value must be near nothing, is blown up to the others' size. With an eps far above the mean square of the latents the norm is nearly a constant factor, which `w` undoes:
-typical tokens pass as they are, and those whose latents stand out are bounded. As eps grows it becomes the identity.
+token's latent, short because inputs are taken about a mean that this token dominates, is blown up to the others' size. With an
+eps far above the mean square of the latents the norm is nearly a constant factor, which `w` undoes: typical tokens pass as they
+are, and those whose latents stand out are bounded. As eps grows it becomes the identity.
 
 Both variants of the closed form heal alike for a share of the time; the norm stays where the model with it is no further from
 the source on held-out text than the model without, and the rest of the healing goes on with that one.

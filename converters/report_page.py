@@ -71,7 +71,7 @@ def report_page(report: Mapping[str, Any]) -> str:
     sections = (
         ("What it cost", _figures(drawn, "stages") + _stage_table(heldout)),
         ("Layers", _figures(drawn, "errors", "widths", "spectra") + _layer_table(layers)),
-        ("Healing", _healed(mapping(report.get("healing"))) + _figures(drawn, "healing", "gains")),
+        ("Healing", _healing(report, drawn)),
         ("Reading a part of the latent", _figures(drawn, "strength") + _strength_table(report)),
         ("Objectives compared", _figures(drawn, "objectives") + _objective_table(report, heldout)),
         ("Time", _figures(drawn, "seconds")),
@@ -181,6 +181,11 @@ def _layer_table(layers: Sequence[Mapping[str, Any]]) -> str:
     return _table("Shape and error of each layer", ("layer", *(name for _, name in present)), rows, tall=len(rows) > 20)
 
 
+def _healing(report: Mapping[str, Any], drawn: Mapping[str, Chart]) -> str:
+    healing = mapping(report.get("healing"))
+    return _healed(healing) + _figures(drawn, "healing", "gains") + _gate_table(mapping(healing.get("gate")))
+
+
 def _healed(healing: Mapping[str, Any]) -> str:
     if not healing:
         return ""
@@ -189,6 +194,15 @@ def _healed(healing: Mapping[str, Any]) -> str:
     if curve and number(curve[-1].get("tokens")) is not None:
         told += f" Trained on {shown(curve[-1]['tokens'])} tokens in {shown(curve[-1].get('minutes'), '?')} minutes."
     return f"<p>{escape(told)}</p>"
+
+
+def _gate_table(gate: Mapping[str, Any]) -> str:
+    rows = [
+        (str(i), shown(row.get("before"), "?"), shown(row.get("after"), "?"), "yes" if row.get("kept") else "no")
+        for i, row in enumerate(objects(gate.get("layers")))
+    ]
+    names = ("layer", "error without gate", "error with gate", "kept")
+    return _table("Gates between chunks", names, rows, tall=True) if rows else ""
 
 
 def _strength_table(report: Mapping[str, Any]) -> str:

@@ -128,6 +128,14 @@ def convert(
             rich_help_panel=METHOD,
         ),
     ] = None,
+    gate: Annotated[
+        bool,
+        typer.Option(
+            "--gate",
+            help="Also try a gate between chunks of tokens, for up to a third of the healing (native form; needs long texts).",
+            rich_help_panel=METHOD,
+        ),
+    ] = False,
     form: Annotated[
         str,
         typer.Option(
@@ -176,7 +184,7 @@ def convert(
     options.setup_runtime(threads, seed, quiet, debug)
     from mla_cli.checkpoint.writer import parse_size
     from mla_cli.converters.convert import convert as run_conversion
-    from mla_cli.converters.heal_options import HealOptions
+    from mla_cli.converters.heal_options import GATE_CHUNKS, HealOptions
     from mla_cli.converters.options import ConvertOptions
 
     chosen = ConvertOptions(
@@ -197,7 +205,13 @@ def convert(
         max_shard_bytes=parse_size(max_shard_size),
         force=force,
         seed=seed,
-        heal=HealOptions(mode=heal, minutes=heal_minutes, steps=heal_steps, seed=seed),  # type: ignore[arg-type]
+        heal=HealOptions(
+            mode=heal,  # type: ignore[arg-type]
+            minutes=heal_minutes,
+            steps=heal_steps,
+            seed=seed,
+            gate=GATE_CHUNKS if gate else (),
+        ),
         resume=resume,
     )
     if dry_run:
