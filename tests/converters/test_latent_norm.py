@@ -13,6 +13,7 @@ from mla_cli.app import main
 from mla_cli.checkpoint.latent_strength import with_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import latent_norm
+from mla_cli.converters.heal_layers import LayersHealing
 from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.held_out import Loss
 from mla_cli.converters.latent_norm import shared, with_norms
@@ -134,6 +135,26 @@ def test_it_is_kept_where_it_is_no_loss(source: Path, monkeypatch: pytest.Monkey
     spec = open_model(str(source.parent / "out")).spec
     assert [layer.norm_eps is not None for layer in spec.attention] == [better] * 2  # type: ignore[union-attr]
     assert report["verification"]["reloaded"]
+
+
+def test_an_interrupted_trial_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ("--format", "native", "--heal", "layers", "--heal-steps", 5)
+    whole = convert(source, *chosen)
+    heal, calls = LayersHealing._heal, []
+
+    def interrupted(self: LayersHealing, index: int, seconds: float) -> Any:
+        calls.append(index)
+        if len(calls) == 4:  # the second layer of the second trial
+            raise KeyboardInterrupt
+        return heal(self, index, seconds)
+
+    monkeypatch.setattr(LayersHealing, "_heal", interrupted)
+    with pytest.raises(AssertionError):
+        convert(source, *chosen, "--force")
+    resumed = convert(source, *chosen, "--force", "--resume")
+    assert calls == [0, 1, 0, 1, 1, 0, 1]  # nothing was healed twice
+    assert resumed["latent_norm"] == whole["latent_norm"]
+    assert resumed["layers"] == whole["layers"]
 
 
 def test_where_it_cannot_be_tried_the_report_says_why(source: Path) -> None:
