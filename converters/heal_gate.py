@@ -32,7 +32,7 @@ from mla_cli.model.latent_weights import LatentWeights
 FIRST_BIAS = -1.0
 RATE = 1e-4
 L2 = 1e-4
-# Tokens whose hidden states are held for learning, and sequences that judge.
+# Tokens whose hidden states are held for learning, and sequences that judge layers, and as many that judge the model.
 TOKENS = 1 << 15
 CHECK_SEQUENCES = 4
 
@@ -72,10 +72,14 @@ def learn_gates(
     """
     chunks = chunks_within(options, model.spec.max_position_embeddings)
     student = Student(load_decoder(model, dtype=fast_dtype(device), device=device), layers)
-    check = _long(unseen, chunks[-1], CHECK_SEQUENCES)
+    sequences, lengths = _long(unseen, chunks[-1], 2 * CHECK_SEQUENCES)
+    # Layers are chosen by some sequences and the model is judged by others: a choice flatters the text that it was made on.
+    by_layer = sequences[::2], lengths[::2]
+    check = (sequences[1::2], lengths[1::2]) if len(lengths) > 1 else by_layer
     without = heldout_divergence(student, *check)
     longest = min(int(fitted.lengths.max()), 2 * chunks[-1])
-    learn, judge = States(student, *_long(fitted, chunks[-1], max(1, TOKENS // longest))), States(student, *check)
+    learn = States(student, *_long(fitted, chunks[-1], max(1, TOKENS // longest)))
+    judge = States(student, *by_layer)
     records: list[dict[str, Any]] = []
     gated: list[LatentWeights] = []
     with ticking("learning gates", len(layers)) as tick:
