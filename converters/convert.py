@@ -32,6 +32,7 @@ from mla_cli.converters.plan import (
     LayerPlan,
     standard_layers,
 )
+from mla_cli.converters.precision import keep_freed_memory
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.rotary_split import latent_spec
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
@@ -53,6 +54,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         MlaError: anything that stops it; nothing is left at `out` then.
     """
     timings = Timings()
+    keep_freed_memory()
     with _timed(timings, "open"):
         model = open_model(source)
         plans = plan_conversion(model, options)

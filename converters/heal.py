@@ -16,7 +16,7 @@ from mla_cli.converters.heal_full import FullHealing
 from mla_cli.converters.heal_layers import LayersHealing
 from mla_cli.converters.heal_options import CHECK_SEQUENCES, CHECK_TOKENS, HealOptions
 from mla_cli.converters.heal_state import HealState
-from mla_cli.converters.precision import fast_dtype, keep_freed_memory
+from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.student import Student
 from mla_cli.model.latent_weights import LatentWeights
 
@@ -57,8 +57,6 @@ def heal(
         state: what an interrupted healing left, and where this one leaves its own.
     """
     dtype = fast_dtype(device)
-    if device.type == "cpu":
-        keep_freed_memory()
     note(f"healing computes in {str(dtype).removeprefix('torch.')} and learns in float32")
     decoder = load_decoder(model, dtype=dtype, device=device)
     student = Student(decoder, weights)

@@ -40,10 +40,10 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextMan
 
 
 def keep_freed_memory() -> None:
-    """Have the allocator keep what is freed instead of giving it back: a training step asks for the same large blocks again.
+    """Have the allocator keep what is freed instead of giving it back: the next sequence asks for the same large blocks again.
 
-    Fresh pages cost the kernel a fault and a cleared page each, up to a third of a step on the CPU. Does nothing where the C
-    library is not glibc.
+    Fresh pages cost the kernel a fault and a cleared page each: thirty times two tensors of 64 MiB, written and freed, took
+    15.4 s of a busy machine without this and 4.0 s with it. Does nothing where the C library is not glibc.
     """
     try:
         adjust = ctypes.CDLL(None).mallopt
