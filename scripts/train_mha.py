@@ -213,14 +213,14 @@ def _run_steps(
     options = training.options
     saved = time.monotonic()
     while True:
-        over = training.done >= 1 or training.seconds >= 60 * options.minutes
+        ended = training.done >= 1
         checked = bool(training.checks) and training.checks[-1].step == training.step
-        if (training.step % options.check_steps == 0 or over) and not checked:
+        if (training.step % options.check_steps == 0 or ended) and not checked:
             _tell(training.check(windows), options)
         if is_flat([check.bits for check in training.checks], options.flat_checks, options.flat_gain):
             return f"flat after {training.step} steps"
-        if over or interrupted():
-            return f"{'over' if over else 'interrupted'} after {training.step} steps"
+        if ended or interrupted() or training.seconds >= 60 * options.minutes:
+            return f"{'ended' if ended else 'stopped'} after {training.step} steps"
         training.advance(batch_at(tokens, training.step, options.batch, options.context, options.seed))
         if time.monotonic() - saved > STATE_SECONDS:
             training.save(state)
@@ -235,6 +235,7 @@ def build_model(options: argparse.Namespace) -> Any:
     """
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     width, left = divmod(options.hidden, options.heads)
     if left or (options.family == "llama" and width % 2):
         raise UsageError(
@@ -371,13 +372,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_positive(int), default=None, help="length of the schedule (default: by the minutes)")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--family", choices=("llama", "gpt2"), default="llama")
-    add("--layers", type=_positive(int), default=6)
-    add("--hidden", type=_positive(int), default=384)
+    add("--layers", type=_positive(int), default=4)
+    add("--hidden", type=_positive(int), default=512)
     add("--heads", type=_positive(int), default=8)
     add("--context", type=_positive(int), default=512)
     add("--batch", type=_positive(int), default=8, help="windows of a step")
     add("--optimizer", choices=("muon", "adamw"), default="muon")
-    add("--rate", type=_positive(float), default=2e-3, help="largest learning rate")
+    add("--rate", type=_positive(float), default=0.01, help="largest learning rate (for adamw 0.003 is better)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what matrix products are computed in")
     add("--check-steps", type=_positive(int), default=50, help="steps between looks at the held-out text")
     add("--flat-checks", type=_positive(int), default=8, help="the loss is flat when so many checks ...")
