@@ -35,6 +35,7 @@ from mla_cli.converters.plan import (
     LayerPlan,
     standard_layers,
 )
+from mla_cli.converters.precision import keep_freed_memory
 from mla_cli.converters.presets import find_preset
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.rotary_split import latent_spec
@@ -57,6 +58,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         MlaError: anything that stops it; nothing is left at `out` then.
     """
     timings = Timings()
+    keep_freed_memory()
     with _timed(timings, "open"):
         model = open_model(source)
         plans = plan_conversion(model, options)

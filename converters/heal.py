@@ -20,8 +20,10 @@ from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.student import Student
 from mla_cli.model.latent_weights import LatentWeights
 
-# Layer by layer: hidden states of so many tokens are held for the source and for the student.
+# Layer by layer: hidden states of so many tokens are held for the source and for the student; twice as many where there is time
+# for more than LONG_MINUTES, so that no layer learns its text by heart.
 LAYER_TOKENS = 1 << 15
+LONG_MINUTES = 8
 LAYER_LENGTH = 512
 LAYER_CHECK_SEQUENCES = 2
 # Of the time of `full`.
@@ -71,7 +73,8 @@ def heal(
 def _layers(
     student: Student, fitted: CalibrationTexts, unseen: CalibrationTexts, options: HealOptions, state: HealState
 ) -> Healed:
-    count = max(1, LAYER_TOKENS // min(LAYER_LENGTH, int(fitted.lengths.max())))
+    wanted = LAYER_TOKENS * (2 if options.steps is None and options.minutes >= LONG_MINUTES else 1)
+    count = max(1, wanted // min(LAYER_LENGTH, int(fitted.lengths.max())))
     healing = LayersHealing(
         student, _first(fitted, count, LAYER_LENGTH), _first(unseen, LAYER_CHECK_SEQUENCES, LAYER_LENGTH), options
     )

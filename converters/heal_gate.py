@@ -1,8 +1,8 @@
 """The chunk gate as the last part of healing (`--gate`): learned layer by layer, kept only where it helps.
 
 A gate (`mla_cli.model.latent_gate`) mixes the last latent of the chunk before into the latents of a chunk. Nothing else of the
-layer moves: the MLP learns to bring the attention output nearer to the source's, over short chunks first. A layer keeps its
-gate where the error on held-out text falls, and the model keeps its gates where its divergence from the source does.
+layer moves: the MLP learns to bring the hidden state after attention nearer to the source's, over short chunks first. A layer
+keeps its gate where the error on held-out text falls, and the model keeps its gates where its divergence from the source does.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def gate_line(record: Mapping[str, Any]) -> str:
 
 
 class _Trial:
-    """One layer's gate: learned, and judged by the error of the layer's attention output."""
+    """One layer's gate: learned, and judged by the error after the layer's attention."""
 
     def __init__(
         self, student: Student, index: int, plain: LatentWeights, learn: States, judge: States,
@@ -164,9 +164,9 @@ class _Trial:
         return {name: tensor.detach().clone() for name, tensor in learning.attention.latent_gate.state_dict().items()}
 
     def _loss(self, states: States, rows: Tensor) -> Tensor:
-        given, target, valid, step = states.attention(self.index, rows)
+        given, target, behind, valid, step = states.attention(self.index, rows)
         _, learning = self.student.layer(self.index)
-        return relative_error(learning(given, step, working=learning.working(given.dtype)), target, valid)
+        return relative_error(learning(given, step, working=learning.working(given.dtype)), target, behind, valid)
 
     @torch.no_grad()
     def _error(self) -> float:

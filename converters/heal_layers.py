@@ -1,7 +1,9 @@
-"""Healing layer by layer: each layer learns to give the source's attention output from what the healed layers before it give.
+"""Healing layer by layer: each layer learns to bring the hidden state after its attention to where the source has it.
 
-A layer is small and its target is a vector a token, so that a few thousand tokens say as much as millions do end to end.
-Hidden states of the source and of the healed prefix advance together; one layer of each is in use at a time.
+The target is the source's attention output and what the healed layers before have left wrong: of that, a part can be told
+from the hidden state itself, and is put right on the way. A layer is small and its target is a vector a token, so that a few
+thousand tokens say as much as millions do end to end. Hidden states of the source and of the healed prefix advance together;
+one layer of each is in use at a time.
 """
 
 from __future__ import annotations
@@ -31,9 +33,8 @@ LAYER_EPOCHS = 32
 
 @dataclass
 class LayerHealing:
-    """What one layer's healing did: relative squared error of its attention output on held-out sequences, before and after.
-
-    `gain` was learned on the latent, and is folded into the weights.
+    """What one layer's healing did: squared error of the hidden state after its attention, over the power of what the source's
+    attention adds there, on held-out sequences, before and after. `gain` was learned on the latent, and is in the weights.
     """
 
     before: float
@@ -64,16 +65,21 @@ class LayersHealing:
     ) -> None:
         """Heal every layer; those of `healed`, from an interrupted run, are taken as they are, with their records."""
         count = len(self.student.learning)
+        begun, moving = time.monotonic(), 0.0
         for index, (weights, record) in enumerate(healed):
             self.student.load_layer(index, weights)
             self.records.append(record)
         for index in range(count):
-            seconds = 60 * self.options.minutes / count
+            # An equal share of the time that is left, less what it takes to move on to the next layer.
+            share = (60 * self.options.minutes * (count - len(healed)) / count - (time.monotonic() - begun)) / (count - index)
+            seconds = max(share - moving, share / 2)
             if index >= len(healed):
                 self.records.append(self._heal(index, seconds))
                 save(index, (self.student.layer(index)[1].result(), self.records[-1]))
+            moved = time.monotonic()
             for states in (self.fitted, self.unseen):
                 states.advance(index)
+            moving = time.monotonic() - moved
             if index >= len(healed):
                 tick(f"layer {index}: {self.records[-1].before:.2%} to {self.records[-1].after:.2%}")
 
@@ -119,11 +125,11 @@ class LayersHealing:
         return LayerHealing(before, after, step, learning.gain())
 
     def _loss(self, index: int, states: States, rows: Tensor) -> Tensor:
-        """Squared error of the attention output over the power of the source's own."""
-        given, target, valid, step = states.attention(index, rows)
+        """`relative_error` of some rows."""
+        given, target, behind, valid, step = states.attention(index, rows)
         _, learning = self.student.layer(index)
         found = learning(given, step, working=learning.working(given.dtype))
-        return relative_error(found, target, valid)
+        return relative_error(found, target, behind, valid)
 
     @torch.no_grad()
     def _error(self, index: int) -> float:
@@ -133,13 +139,18 @@ class LayersHealing:
 
     def _scales(self, index: int) -> dict[str, float]:
         _, learning = self.student.layer(index)
-        given, _, _, step = self.fitted.attention(index, torch.tensor([0]))
+        given, _, _, _, step = self.fitted.attention(index, torch.tensor([0]))
         return output_scales(learning, lambda: learning(given, step, working=learning.working(given.dtype)))
 
 
-def relative_error(found: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """Squared error of `[B, T, D]` over the power of the target, tokens of `valid` `[B, T]` alone."""
-    error = (found.float() - target)[valid].square().sum()
+def relative_error(found: Tensor, target: Tensor, behind: Tensor, valid: Tensor) -> Tensor:
+    """Squared error of the hidden state after attention over the power of the source's attention output.
+
+    Args:
+        found, target: attention outputs of ours and of the source, `[B, T, D]`; behind: see `States.attention`.
+        valid: `[B, T]` tokens that count.
+    """
+    error = (found.float() - target - behind)[valid].square().sum()
     return error / target[valid].square().sum().clamp(min=1e-12)
 
 
@@ -160,8 +171,9 @@ class States:
         shape = torch.Size((len(rows), self.tokens.shape[1]))
         return begin_step(self.student.decoder.spec, shape, self.tokens.device, lengths=self.lengths[rows], backend="training")
 
-    def attention(self, index: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Step]:
-        """Normed input of the layer `[B, T, D]`, the source's attention output, which tokens count, the step."""
+    def attention(self, index: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Step]:
+        """Normed input of the layer `[B, T, D]`, the source's attention output, how far the source's hidden state is from ours
+        before the layer, which tokens count, the step."""
         layer, _ = self.student.layer(index)
         dtype = self.student.decoder.dtype
         if index != self._index:
@@ -175,7 +187,7 @@ class States:
         valid = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[rows, None].to(
             self.tokens.device
         )
-        return given, self._targets[rows], valid, self._step(rows)
+        return given, self._targets[rows], self.source[rows] - self.ours[rows], valid, self._step(rows)
 
     @torch.no_grad()
     def advance(self, index: int) -> None:

@@ -17,8 +17,9 @@ LEARNING_RATE = 3e-4
 WARM_UP_STEPS = 30
 FINAL_RATE = 0.05
 CLIP_NORM = 1.0
-# Tokens of a step: fewer waste the machine on moving weights, more waste text that one step could have learned from.
-BATCH_TOKENS = 1024
+# Tokens of a step: fewer waste the machine on moving weights, more waste text that one step could have learned from (on
+# the same 46,000 tokens the held-out divergence went from 0.0986 to 0.0871 with 1,024 a step and to 0.0857 with 256).
+BATCH_TOKENS = 512
 # From this share of the time on, sequences of at most so many tokens. Short ones cost less attention; long ones come last.
 CURRICULUM = ((0.0, 256), (0.6, 512), (0.85, 1024))
 # Held-out divergence is taken so often over the whole time, and healing stops when it has not fallen so many times in a row.

@@ -32,7 +32,8 @@ def command(
         typer.Option(
             "--tasks",
             metavar="A,B,...",
-            help="lambada, hellaswag, gsm8k (slow: it writes text), ppl, kl, or any lm-evaluation-harness task. "
+            help="lambada, hellaswag, gsm8k (slow: it writes text), ppl (with loss and accuracy of the next token), kl, "
+            "or any lm-evaluation-harness task. "
             "Default: those whose data is in --data, and ppl.",
             rich_help_panel=INPUT,
         ),

@@ -20,9 +20,11 @@ WINDOW = 1024
 
 @dataclass(frozen=True)
 class WindowLoss:
-    """One window of text: the summed negative log-likelihood of its tokens but the first, and how many those are."""
+    """One window of text: the summed negative log-likelihood of its tokens but the first, how many of those the model
+    finds the most likely of all, and how many they are."""
 
     nll: float
+    hits: int
     tokens: int
 
 
@@ -63,7 +65,7 @@ def perplexity(
     batch_size: int | None = None,
     quantizers: Quantizers | None = None,
 ) -> Iterator[WindowLoss]:
-    """Loss of each window in turn; every token but a window's first is scored. See `windows`.
+    """Loss and hits of each window in turn; every token but a window's first is scored. See `windows`.
 
     Raises:
         MlaError: the model's output is not finite.
@@ -105,9 +107,9 @@ def kl_divergence(
 def _losses(decoder: Decoder, texts: Sequence[Sequence[int]], quantizers: Quantizers | None) -> list[WindowLoss]:
     hidden, lengths = _hidden(decoder, texts, quantizers)  # [B, T, D]
     wanted = torch.cat([states[: length - 1] for states, length in zip(hidden, lengths, strict=True)])
-    logprobs, _ = token_scores(decoder, wanted, [token for text in texts for token in text[1:]])
-    parts = torch.split(logprobs.double(), [length - 1 for length in lengths])
-    return [WindowLoss(-float(part.sum()), part.numel()) for part in parts]
+    scores = token_scores(decoder, wanted, [token for text in texts for token in text[1:]])  # [P], [P]
+    parts = zip(*(torch.split(values, [length - 1 for length in lengths]) for values in scores), strict=True)
+    return [WindowLoss(-float(logprobs.double().sum()), int(hits.sum()), hits.numel()) for logprobs, hits in parts]
 
 
 @torch.inference_mode()
@@ -115,20 +117,22 @@ def _divergence(source: Decoder, ours: Decoder, text: Sequence[int], quantizers:
     source_hidden = _hidden(source, [text], None)[0][0]  # [T, D]
     our_hidden = _hidden(ours, [text], quantizers)[0][0]  # [T, D']
     following = torch.tensor([*text[1:], 0], device=ours.device)  # what each position should predict; the last: nothing
-    total, agreed, nlls = 0.0, 0, [0.0, 0.0]
+    total, agreed, nlls, hits = 0.0, 0, [0.0, 0.0], [0, 0]
     size = max(1, LOGITS_BLOCK // (2 * source.spec.vocab_size))
     for start in range(0, len(text), size):
         p = source.logits(source_hidden[start : start + size]).float().log_softmax(dim=-1)  # [t, V]
         q = ours.logits(our_hidden[start : start + size]).float().log_softmax(dim=-1)  # [t, V]
-        agreed += int((p.argmax(dim=-1) == q.argmax(dim=-1)).sum())
+        likeliest = [p.argmax(dim=-1), q.argmax(dim=-1)]  # [t] each
+        agreed += int((likeliest[0] == likeliest[1]).sum())
         total += float((p.exp() * (p - q)).sum(dim=-1).double().sum())
         wanted = following[start : start + size][: len(text) - 1 - start]
         for model, logprobs in enumerate((p, q)):
             nlls[model] -= float(logprobs[: len(wanted)].gather(-1, wanted[:, None]).double().sum())
+            hits[model] += int((likeliest[model][: len(wanted)] == wanted).sum())
     if not all(map(math.isfinite, (total, *nlls))):
         raise not_finite()
-    losses = [WindowLoss(nll, len(text) - 1) for nll in nlls]
-    return WindowDivergence(total, agreed, len(text), losses[0], losses[1])
+    source_loss, our_loss = (WindowLoss(nll, hit, len(text) - 1) for nll, hit in zip(nlls, hits, strict=True))
+    return WindowDivergence(total, agreed, len(text), source_loss, our_loss)
 
 
 def _hidden(

@@ -241,9 +241,16 @@ def _divergence(
 
 
 def _perplexity(losses: Sequence[WindowLoss], parts: Sequence[tuple[int, ...]]) -> TaskResult:
-    items = Items.of([loss.nll for loss in losses], [loss.tokens for loss in losses], "exp")
-    items = replace(items, identity=hash(tuple(parts)))
-    return TaskResult({PERPLEXITY: Measured(value(items), items, False)}, len(losses))
+    tokens, identity = [loss.tokens for loss in losses], hash(tuple(parts))
+    nll = replace(Items.of([loss.nll for loss in losses], tokens), identity=identity)
+    ppl = replace(nll, transform="exp")
+    acc = replace(Items.of([loss.hits for loss in losses], tokens), identity=identity)
+    metrics = {
+        PERPLEXITY: Measured(value(ppl), ppl, False),
+        "loss": Measured(value(nll), nll, False, gated=False),  # the logarithm of the perplexity, which has the gate
+        "acc": Measured(value(acc), acc, True),
+    }
+    return TaskResult(metrics, len(losses))
 
 
 def _windows(subject: Subject, work: _Work) -> list[tuple[int, ...]]:

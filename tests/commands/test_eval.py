@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -113,8 +114,23 @@ def test_perplexity_beside_the_divergence_is_the_same_perplexity(mla: Any, folde
     common = (folders["near"], "--baseline", folders["source"], "--data", folders["data"], "--json")
     alone, beside = (json.loads(mla(*common, "--tasks", tasks)[1])["tasks"] for tasks in ("ppl", "kl,ppl"))
     assert list(beside) == ["kl", "ppl"]
-    for number in ("value", "baseline"):
-        assert beside["ppl"]["ppl"][number] == pytest.approx(alone["ppl"]["ppl"][number], rel=1e-5)
+    assert list(alone["ppl"]) == list(beside["ppl"]) == ["ppl", "loss", "acc"]
+    for metric, numbers in alone["ppl"].items():
+        for number in ("value", "baseline"):
+            assert beside["ppl"][metric][number] == pytest.approx(numbers[number], rel=1e-5)
+
+
+def test_loss_and_accuracy_stand_beside_the_perplexity(mla: Any, folders: dict[str, str]) -> None:
+    options = ("--baseline", folders["source"], "--tasks", "ppl", "--data", folders["data"], "--json")
+    found = json.loads(mla(folders["far"], *options)[1])["tasks"]["ppl"]
+    loss, acc = found["loss"], found["acc"]
+    assert math.exp(loss["value"]) == pytest.approx(found["ppl"]["value"])
+    assert loss["relative_drop_percent"] == pytest.approx(100 * (loss["value"] / loss["baseline"] - 1))
+    assert loss["passed"] is None  # the perplexity has the gate
+    assert 0 < acc["value"] < 1
+    assert acc["relative_drop_percent"] == pytest.approx(100 * (1 - acc["value"] / acc["baseline"]))
+    assert acc["passed"] is (acc["relative_drop_percent"] <= 2.3)
+    assert acc["ci95"][0] <= acc["diff"] <= acc["ci95"][1]
 
 
 def test_models_that_split_the_text_differently_are_not_compared(mla: Any, folders: dict[str, str]) -> None:

@@ -147,6 +147,8 @@ def test_a_gate_that_does_not_help_is_dropped_and_the_report_says_so(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = source.parent / "out"
+    # Latents that hold all that the source caches: whatever is mixed into them can only do harm.
+    lossless = chosen(source, kv_lora_rank=32, qk_rope_head_dim=16, ranks="uniform")
     run, done = heal_gate._Trial.run, []
 
     def interrupted(self: Any, seconds: float) -> Any:
@@ -158,13 +160,13 @@ def test_a_gate_that_does_not_help_is_dropped_and_the_report_says_so(
 
     monkeypatch.setattr(heal_gate._Trial, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert(str(source), out, chosen(source), device=CPU, command="")
-    report = convert(str(source), out, chosen(source, resume=True), device=CPU, command="")
+        convert(str(source), out, lossless, device=CPU, command="")
+    report = convert(str(source), out, replace(lossless, resume=True), device=CPU, command="")
     assert done == [0, -1, 1]  # the first layer's gate was not learned again
     gate = report["healing"]["gate"]
     assert gate["chunks"] == [4, 8]
     assert [entry["kept"] for entry in gate["layers"]] == [False, False]
-    assert all(entry["after"] >= entry["before"] > 0 for entry in gate["layers"])
+    assert all(entry["after"] > entry["before"] for entry in gate["layers"])
     assert any("gates over chunks of 8 tokens helped in none of 2 layers" in note for note in report["notes"])
     assert [layer.gate_chunk for layer in open_model(str(out)).spec.attention] == [None, None]  # type: ignore[union-attr]
     assert "error with gate" in (out / "mla_report.html").read_text()

@@ -45,8 +45,22 @@ def test_every_token_but_a_window_s_first_is_scored(tmp_path: Path, batch_size: 
     losses = list(perplexity(decoder, cut, batch_size=batch_size))
     assert [loss.tokens for loss in losses] == [len(window) - 1 for window in cut]
     for loss, window in zip(losses, cut, strict=True):
-        expected = -logprobs(reference, window)[:-1].gather(-1, torch.tensor(window[1:])[:, None]).sum()
-        assert loss.nll == pytest.approx(float(expected), rel=1e-5)
+        scores, following = logprobs(reference, window)[:-1], torch.tensor(window[1:])
+        assert loss.nll == pytest.approx(-float(scores.gather(-1, following[:, None]).sum()), rel=1e-5)
+        assert loss.hits == int((scores.argmax(-1) == following).sum())
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_text_that_the_model_wrote_greedily_is_all_hits(tmp_path: Path, batch_size: int | None) -> None:
+    reference, decoder = saved(tmp_path)
+    written = reference.generate(
+        torch.tensor([TEXT[:8]]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0].tolist()
+    start, whole = tuple(TEXT[:8]), tuple(written)
+    first, second = perplexity(decoder, [start, whole], batch_size=batch_size)
+    assert second.tokens == 47
+    assert second.hits - first.hits == 40
+    assert first.hits < first.tokens
 
 
 def test_divergence_is_the_mean_over_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +74,7 @@ def test_divergence_is_the_mean_over_positions(tmp_path: Path, monkeypatch: pyte
         assert found.agreed == int((p.argmax(-1) == q.argmax(-1)).sum())
         for loss, (alone,) in ((found.source, perplexity(source, [window])), (found.ours, perplexity(ours, [window]))):
             assert loss.nll == pytest.approx(alone.nll, rel=1e-5)
-            assert loss.tokens == alone.tokens
+            assert (loss.hits, loss.tokens) == (alone.hits, alone.tokens)
 
 
 def test_a_model_does_not_diverge_from_itself(tmp_path: Path) -> None:
