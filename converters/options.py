@@ -39,6 +39,7 @@ class ConvertOptions:
     fisher_samples: int = FISHER_SAMPLES
     objective: Objective = "fisher"
     mixing: Mixing = "complex"
+    compensate: bool = True  # kept only where held-out text agrees
     ranks: Ranks = "global"  # in the native form; the stock form has one rank
     preset: str = DEFAULT_PRESET
     format: Literal["auto", "deepseek", "native"] = "auto"
