@@ -24,6 +24,8 @@ from mla_cli.model.latent_weights import LatentWeights
 
 Ranks = Literal["uniform", "global"]
 
+ROUNDING = 1e-6  # nats: where nothing was lost, there is nothing to gain either
+
 
 @dataclass(frozen=True)
 class ClosedForm:
@@ -133,7 +135,8 @@ def closed_form(
         shared = choose_ranks(spectra, sum(even), even=sum(even) // len(even))
         if shared != even:
             other, _ = _narrowed(wide, shared, moments, weigh_input=objective != "weight")
-            if check is None or _better("ranks by one threshold over all layers", check(other), "even ranks", check(narrow)):
+            what = "ranks by one threshold over all layers"
+            if check is None or _better(what, check(other), "even ranks", check(narrow)):
                 narrow, chosen = other, shared
     refitted = None
     if compensation:
@@ -159,6 +162,6 @@ def _narrowed(
 
 
 def _better(what: str, found: float, other: str, before: float) -> bool:
-    taken = found < before
+    taken = found < before - ROUNDING
     note(f"{what}: KL {found:.4f}, {other} {before:.4f}: {'taken' if taken else 'not taken'}")
     return taken

@@ -5,12 +5,15 @@ meets the inputs it will have. Both fits are linear least squares, pulled toward
 
 - the queries, to the source's scores against the keys that the latent now gives (`refit_queries.py`);
 - the output projection with its bias, from the heads' outputs to what brings the hidden state back to the source's.
+
+The keys' mean needs no refit: softmax does not see it. The values' mean is in the output bias already (`factorize.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,17 +27,26 @@ from mla_cli.model.attention import LatentAttention, Record, StandardAttention, 
 from mla_cli.model.decoder import DecoderLayer, begin_step
 from mla_cli.model.latent_weights import LatentWeights
 
+# What outputs are fitted to: the source's hidden state after the layer's attention, or the source's attention output alone.
+Toward = Literal["stream", "output"]
+
 # Tokens that outputs are fitted to: their hidden states are held for one layer.
 TOKENS = 1 << 14
-# Sequences that queries are fitted to: every pair of tokens counts, so a few say much, and their scores are held.
-QUERY_SEQUENCES = 8
+# Sequences that queries are fitted to, and tokens of each: every pair of tokens counts, so that a few say much; the scores
+# of all pairs are held.
+QUERY_SEQUENCES, QUERY_LENGTH = 8, 512
 # Of the mean eigenvalue of the heads' second moment: directions in which heads hardly vary keep what they had.
 RIDGE = 1e-2
 
 
 @dataclass(frozen=True)
 class Compensated:
-    """The layers after the refit, and what each fit did: relative squared errors of scores and outputs, before and after."""
+    """The layers after the refit, and what each fit did.
+
+    Attributes:
+        score_errors, output_errors: of each layer, before and after: squared error over the power of the source's own.
+            That of outputs holds what the layers before it have lost, and so may exceed 1.
+    """
 
     layers: tuple[LatentWeights, ...]
     score_errors: tuple[tuple[float, float], ...]
@@ -48,18 +60,25 @@ def compensate(
     texts: CalibrationTexts,
     batches: Batches,
     *,
+    queries: bool = True,
+    toward: Toward | None = "stream",
     tick: Tick = lambda: None,
 ) -> Compensated:
-    """Refit every layer on the first sequences of these texts, one layer of the source and one of ours in memory at a time."""
+    """Refit every layer on the first sequences of these texts, one layer of the source and one of ours in memory at a time.
+
+    Args:
+        layers: what the factorisation gave, one a layer. queries: refit them. toward: what to fit outputs to; None: do not.
+    """
     states = _States(bank, texts, batches)
     refitted, scores, outputs = [], [], []
     for index, weights in enumerate(layers):
         layer = bank.source_layer(index)
         attention = layer.self_attn
         assert isinstance(attention, StandardAttention)
-        weights, error = refit_queries(weights, attention, states.looked(layer))
-        scores.append(error)
-        weights, error = states.refit_output(layer, weights, weights.module(index, device=bank.device))
+        if queries:
+            weights, error = refit_queries(weights, attention, states.looked(layer))
+            scores.append(error)
+        weights, error = states.refit_output(layer, weights, weights.module(index, device=bank.device), toward)
         outputs.append(error)
         refitted.append(weights)
         tick()
@@ -81,13 +100,13 @@ class _States:
     def looked(self, layer: DecoderLayer) -> list[Looked]:
         """What the queries are fitted to."""
         found = []
-        for i, length in enumerate(self.lengths[:QUERY_SEQUENCES].tolist()):
+        for i, length in enumerate(self.lengths[:QUERY_SEQUENCES].clamp(max=QUERY_LENGTH).tolist()):
             ours, theirs = (layer.input_layernorm(x[i : i + 1, :length]) for x in (self.ours, self.source))
             found.append(Looked(ours, theirs, self._step(slice(i, i + 1), length)))
         return found
 
     def refit_output(
-        self, layer: DecoderLayer, weights: LatentWeights, attention: LatentAttention
+        self, layer: DecoderLayer, weights: LatentWeights, attention: LatentAttention, toward: Toward | None
     ) -> tuple[LatentWeights, tuple[float, float]]:
         """Refit the output projection, and advance both hidden states past the layer.
 
@@ -102,7 +121,7 @@ class _States:
             record: Record = {}
             attention(layer.input_layernorm(self.ours[m]), step, record)
             self.source[m] += output
-            target = self.source[m] - self.ours[m]
+            target = output if toward == "output" else self.source[m] - self.ours[m]
             heads = with_constant(record["heads"].flatten(2).flatten(0, 1)).unflatten(0, valid.shape)  # [B, T, H*v + 1]
             parts.append((valid, heads, target, output.square().sum(dim=-1)))
         usual = torch.cat([power[valid] for valid, _, _, power in parts]).median().clamp(min=1e-30)
@@ -116,7 +135,7 @@ class _States:
             moment, cross = moment + (h * weight).T @ h, cross + (rest * weight).T @ h
             before += float((rest.square() * weight).sum())
             total += float((power[valid].double() * weight[:, 0]).sum())
-        moved = ridge_shift(moment, cross, RIDGE)  # [D, H*v + 1]
+        moved = torch.zeros_like(cross) if toward is None else ridge_shift(moment, cross, RIDGE)  # [D, H*v + 1]
         gained = float((moved * (2 * cross - moved @ moment)).sum())
 
         new = (old.double() + moved).to(old)

@@ -106,7 +106,7 @@ class _Pairs:
             cos, sin = step.rotary(own.rotary)  # [1, T, n]
             q, k = rotate(q, cos, sin, interleaved=False), rotate(k, cos, sin, interleaved=False)
             if s.frequencies is not None:
-                index = torch.tensor(s.frequencies, device=cos.device)
+                index = torch.tensor(s.frequencies, device=cos.device, dtype=torch.int64)  # a layer may have none
                 cos, sin = cos.index_select(-1, index), sin.index_select(-1, index)
             if s.qk_rope_head_dim:
                 shared = rotate(latent[None, :, s.kv_lora_rank :], cos, sin, interleaved=s.interleaved)  # [1, T, rope]

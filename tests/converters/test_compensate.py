@@ -47,8 +47,8 @@ def closed(folder: Path, case: str, *, full: bool = False, **changes: Any) -> tu
     family, more, rank, rope = CASES[case]
     save_tiny(folder, family, **more)
     bank = LayerBank(open_model(str(folder)), CPU)
-    shape = {"kv_lora_rank": rank, "qk_rope_head_dim": rope} if full else {"kv_lora_rank": rank // 3, "qk_rope_head_dim": rope // 2}
-    plan = make_plan(bank.model.spec, form="native", reason="", **shape)
+    rank, rope = (rank, rope) if full else (rank // 3, rope // 2)
+    plan = make_plan(bank.model.spec, form="native", reason="", kv_lora_rank=rank, qk_rope_head_dim=rope)
     statistics = gather_source_statistics(bank, texts(), BATCHES)
     return bank, closed_form(bank, plan, statistics, texts(), BATCHES, objective="fisher", **changes)
 
@@ -109,13 +109,25 @@ def test_queries_that_are_off_come_back(tmp_path: Path) -> None:
     assert now < 0.1 * was
 
 
+def test_a_part_can_be_left_as_it_was(tmp_path: Path) -> None:
+    bank, before = closed(tmp_path, "biases")
+    parts: dict[str, Any] = {"queries": {"toward": None}, "outputs": {"queries": False, "toward": "output"}}
+    for part, options in parts.items():
+        after = compensate(bank, before.narrow, texts(), BATCHES, **options)
+        for old, new in zip(before.narrow, after.layers, strict=True):
+            assert torch.equal(new.q, old.q) == (part == "outputs")
+            assert torch.equal(new.out, old.out) == (part == "queries")
+            assert torch.equal(new.down, old.down)
+
+
 def test_padding_says_nothing(tmp_path: Path) -> None:
     bank, before = closed(tmp_path, "llama")
     padded = texts()
     garbage = padded.sequences.clone()
     for row, length in enumerate(padded.lengths.tolist()):
         garbage[row, length:] = 7
-    one, other = (compensate(bank, before.narrow, replace(padded, sequences=s), BATCHES) for s in (padded.sequences, garbage))
+    one = compensate(bank, before.narrow, padded, BATCHES)
+    other = compensate(bank, before.narrow, replace(padded, sequences=garbage), BATCHES)
     for a, b in zip(one.layers, other.layers, strict=True):
         torch.testing.assert_close(a.q, b.q, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(a.out, b.out, atol=1e-5, rtol=1e-5)
