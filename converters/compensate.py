@@ -44,8 +44,8 @@ class Compensated:
     """The layers after the refit, and what each fit did.
 
     Attributes:
-        score_errors, output_errors: of each layer, before and after: squared error over the power of the source's own.
-            That of outputs holds what the layers before it have lost, and so may exceed 1.
+        score_errors, output_errors: of each layer, before and after: squared error over the power of what is asked for
+            (of scores: their variance for each query).
     """
 
     layers: tuple[LatentWeights, ...]
@@ -110,8 +110,8 @@ class _States:
     ) -> tuple[LatentWeights, tuple[float, float]]:
         """Refit the output projection, and advance both hidden states past the layer.
 
-        A token weighs less the larger the source's output for it is: the first one, which may be hundreds of times larger
-        than others, counts as one of many.
+        A token weighs less the larger what is asked of it is: the first one, whose states may be hundreds of times larger
+        than others', counts as one of many.
         """
         parts = []
         for m in self.micros:
@@ -123,7 +123,7 @@ class _States:
             self.source[m] += output
             target = output if toward == "output" else self.source[m] - self.ours[m]
             heads = with_constant(record["heads"].flatten(2).flatten(0, 1)).unflatten(0, valid.shape)  # [B, T, H*v + 1]
-            parts.append((valid, heads, target, output.square().sum(dim=-1)))
+            parts.append((valid, heads, target, target.square().sum(dim=-1)))
         usual = torch.cat([power[valid] for valid, _, _, power in parts]).median().clamp(min=1e-30)
 
         old = torch.cat((weights.out, weights.out_bias[:, None]), dim=1).to(self.ours)  # [D, H*v + 1]
