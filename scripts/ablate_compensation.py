@@ -134,9 +134,7 @@ def _worst_heads(
     return _narrow(wide, latents, rank, raised), f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
 
 
-def head_errors(
-    bank: LayerBank, layers: Sequence[LatentWeights], texts: CalibrationTexts, batches: Batches
-) -> Tensor:
+def head_errors(bank: LayerBank, layers: Sequence[LatentWeights], texts: CalibrationTexts, batches: Batches) -> Tensor:
     """`[L, H]`: variance of what each head adds to the hidden state less what it should, over that of what it should.
 
     Every layer is given the source's inputs, so that a head's error is its own.
