@@ -26,6 +26,7 @@ STAGES = {
     "ppl_source": "source",
     "ppl_rope_split": "rotary split",
     "ppl_closed_form": "closed form",
+    "ppl_compensated": "compensated",
     "ppl_final": "final",
 }
 

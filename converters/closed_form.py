@@ -1,4 +1,4 @@
-"""Steps 1 and 2 over all layers: rotary split, statistics of the split model, factorisation. Training-free."""
+"""Steps 1 to 3 over all layers: rotary split, statistics of the split model, factorisation, refit. Training-free."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note, progress
 from mla_cli.converters.allocate import choose_ranks, turned_energy
+from mla_cli.converters.compensate import Compensated, compensate
 from mla_cli.converters.factorize import Objective, Spectrum, activation_weight, factorize, output_weight
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches, Tick, steps_in
@@ -25,10 +26,12 @@ from mla_cli.model.latent_weights import LatentWeights
 Ranks = Literal["uniform", "global"]
 Moments = tuple[Tensor, Tensor | None]  # second moment of a layer's inputs, and weight of errors in its latent
 
+ROUNDING = 1e-6  # nats: where nothing was lost, there is nothing to gain either
+
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Every layer after step 1 (`wide`) and step 2 (`narrow`), with what each step lost.
+    """Every layer after step 1 (`wide`), step 2 (`narrow`) and step 3 (`layers`), with what each step lost.
 
     Attributes:
         split_errors: share of the rotary keys' energy that is left without rotation.
@@ -37,6 +40,7 @@ class ClosedForm:
         fisher_tokens: tokens that the Fisher information was taken over (0: another objective).
         moments: per layer, what the factorisation weighed inputs and errors by; weigh_input: see `factorize`.
         moments_seconds: how long they took.
+        compensated: what the refit of step 3 did; None where it was not asked for, or did not beat `narrow`.
     """
 
     wide: tuple[LatentWeights, ...]
@@ -48,6 +52,12 @@ class ClosedForm:
     moments: tuple[Moments, ...]
     weigh_input: bool
     moments_seconds: float
+    compensated: Compensated | None = None
+
+    @property
+    def layers(self) -> tuple[LatentWeights, ...]:
+        """The layers that come out."""
+        return self.narrow if self.compensated is None else self.compensated.layers
 
 
 @contextmanager
@@ -123,15 +133,18 @@ def closed_form(
     objective: Objective,
     mixing: Mixing = "complex",
     ranks: Ranks = "uniform",
+    compensation: bool = False,
     check: Callable[[Sequence[LatentWeights]], float] | None = None,
     seed: int = 0,
 ) -> ClosedForm:
     """Convert every layer in closed form.
 
     Args:
-        statistics: of the source, one a layer. texts: sequences for the Fisher information (objective `fisher` only).
+        statistics: of the source, one a layer. texts: sequences for the Fisher information and the refit.
         ranks: `global` shares the plan's ranks out over the layers by one threshold over their spectra.
-        check: loss of some layers on held-out text. Where given, ranks that were shared out must beat even ones.
+        compensation: refit queries and outputs (step 3).
+        check: loss of some layers on held-out text. Where given, ranks that were shared out must beat even ones, and
+            refitted layers those that were not.
     """
     layers = range(bank.model.spec.num_layers)
     wide, errors = [], []
@@ -156,9 +169,18 @@ def closed_form(
         shared = choose_ranks(spectra, sum(even), even=sum(even) // len(even))
         if shared != even:
             other, _ = _narrowed(wide, shared, moments, weigh_input=weigh_input)
-            if check is None or _better(check(other), check(narrow)):
+            what = "ranks by one threshold over all layers"
+            if check is None or _better(what, check(other), "even ranks", check(narrow)):
                 narrow, chosen = other, shared
-    return ClosedForm(tuple(wide), narrow, tuple(errors), spectra, chosen, tokens, moments, weigh_input, seconds)
+    refitted = None
+    if compensation:
+        with ticking("refitting queries and outputs", len(layers)) as tick:
+            refitted = compensate(bank, narrow, texts, batches, tick=tick)
+        if check is not None and not _better("refitted layers", check(refitted.layers), "without", check(narrow)):
+            refitted = None
+    return ClosedForm(
+        tuple(wide), narrow, tuple(errors), spectra, chosen, tokens, moments, weigh_input, seconds, refitted
+    )
 
 
 def _narrowed(
@@ -175,7 +197,7 @@ def _narrowed(
     return tuple(layer for layer, _ in found), tuple(spectrum for _, spectrum in found)
 
 
-def _better(shared: float, even: float) -> bool:
-    taken = shared < even
-    note(f"ranks by one threshold over all layers: KL {shared:.4f}, even ranks {even:.4f}: {'taken' if taken else 'not taken'}")
+def _better(what: str, found: float, other: str, before: float) -> bool:
+    taken = found < before - ROUNDING
+    note(f"{what}: KL {found:.4f}, {other} {before:.4f}: {'taken' if taken else 'not taken'}")
     return taken

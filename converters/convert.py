@@ -181,6 +181,7 @@ def _fit(
         closed = closed_form(
             bank, plan, statistics, first(fitted, options.fisher_samples), batches,
             objective=options.objective, mixing=options.mixing, ranks=ranks_of(plan, options), seed=options.seed,
+            compensation=options.compensate,
             check=lambda layers: loss_of(bank, layers, probe, batches).kl,
         )  # fmt: skip
         plan = with_ranks(plan, closed.ranks)
@@ -204,6 +205,7 @@ def _fit(
             spectrum.loss(layer.fitted_rank) / max(spectrum.loss(0), 1e-300)
             for spectrum, layer in zip(closed.spectra, plan.layers, strict=True)
         ],
+        "refit_errors": [after for _, after in closed.compensated.output_errors] if closed.compensated else None,
         "fisher_tokens": closed.fisher_tokens,
         "split_tokens": statistics[0].tokens,
         "held_out": {name: asdict(loss) for name, loss in losses.items()},
@@ -211,8 +213,8 @@ def _fit(
         "seconds": dict(timings.seconds),
     }
     if options.heal.mode != "none":
-        state.save_closed_form(closed.narrow, facts)
-    return plan, closed.narrow, facts
+        state.save_closed_form(closed.layers, facts)
+    return plan, closed.layers, facts
 
 
 def _held_out(
@@ -223,6 +225,8 @@ def _held_out(
         "rope_split": (bank.frame, bank.latent_layers(closed.wide)),
         "closed_form": (bank.frame, bank.latent_layers(closed.narrow)),
     }
+    if closed.compensated is not None:
+        stages["compensated"] = (bank.frame, bank.latent_layers(closed.layers))
     steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
     with ticking("checking the closed form on held-out text", steps) as tick:
         return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)

@@ -41,6 +41,7 @@ class ConvertOptions:
     objective: Objective = "fisher"
     compare_objectives: bool = False
     mixing: Mixing = "complex"
+    compensate: bool = True  # kept only where held-out text agrees
     ranks: Ranks = "global"  # in the native form; the stock form has one rank
     preset: str = DEFAULT_PRESET
     format: Literal["auto", "deepseek", "native"] = "auto"

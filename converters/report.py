@@ -72,6 +72,7 @@ def build_report(
             "qk_rope_head_dim": layer.qk_rope_head_dim,
             "rope_split_error": facts["split_errors"][i],
             "factorization_error": facts["factorization_errors"][i],
+            "refit_error": facts["refit_errors"][i] if facts["refit_errors"] else None,
             "healed_error": layer_errors[i][1] if layer_errors else None,
             "spectrum": facts["spectra"][i],
         }
@@ -95,6 +96,7 @@ def build_report(
             "ppl_source": losses["source"],
             "ppl_rope_split": losses["rope_split"],
             "ppl_closed_form": losses["closed_form"],
+            **({"ppl_compensated": losses["compensated"]} if "compensated" in losses else {}),
             "ppl_final": losses["final"],
             "kl_final": held_out["final"].kl,
             "tokens": held_out["source"].tokens,
@@ -133,9 +135,11 @@ def model_card(report: dict[str, Any], command: str) -> str:
         ("ppl_source", "source"),
         ("ppl_rope_split", "after the rotary split"),
         ("ppl_closed_form", "after factorisation (closed form)"),
+        ("ppl_compensated", "after the refit of queries and outputs"),
         ("ppl_final", "this checkpoint, read back from the file"),
     ):
-        lines.append(f"| {name} | {_number(held[key])} |")
+        if key in held:
+            lines.append(f"| {name} | {_number(held[key])} |")
     lines += [
         f"| KL(source, this checkpoint), nats a token | {_number(held['kl_final'])} |",
         "",

@@ -172,6 +172,7 @@ def _layer_table(layers: Sequence[Mapping[str, Any]]) -> str:
         ("qk_rope_head_dim", "qk_rope_head_dim"),
         ("rope_split_error", "rotary split error"),
         ("factorization_error", "factorisation error"),
+        ("refit_error", "refit error"),
         ("healed_error", "healed error"),
     )
     present = [(key, name) for key, name in columns if any(layer.get(key) is not None for layer in layers)]
