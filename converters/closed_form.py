@@ -18,7 +18,7 @@ from mla_cli.converters.layerwise import Batches, Tick, steps_in
 from mla_cli.converters.plan import ConversionPlan
 from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.rotary_split import Mixing, split_error, split_rotary
-from mla_cli.converters.statistics import SourceStatistics, latent_statistics, source_statistics
+from mla_cli.converters.statistics import LatentStatistics, SourceStatistics, latent_statistics, source_statistics
 from mla_cli.model.latent_weights import LatentWeights
 
 Ranks = Literal["uniform", "global"]
@@ -33,6 +33,7 @@ class ClosedForm:
         spectra: what each latent channel is worth.
         ranks: fitted rank of each layer.
         fisher_tokens: tokens that the Fisher information was taken over (0: another objective).
+        moments: per layer, what the factorisation weighed inputs and errors by; weigh_input: see `factorize`.
     """
 
     wide: tuple[LatentWeights, ...]
@@ -41,6 +42,12 @@ class ClosedForm:
     spectra: tuple[Spectrum, ...]
     ranks: tuple[int, ...]
     fisher_tokens: int
+    moments: tuple[tuple[Tensor, Tensor | None], ...]
+    weigh_input: bool
+
+    def at(self, ranks: Sequence[int]) -> tuple[LatentWeights, ...]:
+        """The layers narrowed to other ranks."""
+        return _narrowed(self.wide, ranks, self.moments, weigh_input=self.weigh_input)[0]
 
 
 @contextmanager
@@ -65,6 +72,18 @@ def gather_source_statistics(bank: LayerBank, texts: CalibrationTexts, batches: 
     layers = bank.model.spec.num_layers
     with ticking("reading activations", steps_in(batches, len(texts.lengths), layers, backward=False)) as tick:
         return source_statistics(bank.frame, bank.source_layer, texts.sequences, texts.lengths, batches, tick=tick)
+
+
+def measure_latents(
+    bank: LayerBank, layers: Sequence[LatentWeights], texts: CalibrationTexts, batches: Batches, *, seed: int
+) -> list[LatentStatistics]:
+    """What matters in the latents of these layers: Fisher information and weighted inputs over all of `texts`."""
+    steps = steps_in(batches, len(texts.lengths), len(layers), backward=True)
+    with ticking("measuring what matters", steps) as tick:
+        return latent_statistics(
+            bank.latent_frame(layers), bank.latent_layers(layers), texts.sequences, texts.lengths, batches,
+            seed=seed, compute=fast_dtype(bank.device), tick=tick,
+        )  # fmt: skip
 
 
 def closed_form(
@@ -102,12 +121,7 @@ def closed_form(
     moments: list[tuple[Tensor, Tensor | None]]
     tokens = 0
     if objective == "fisher":
-        steps = steps_in(batches, len(texts.lengths), len(layers), backward=True)
-        with ticking("measuring what matters", steps) as tick:
-            latents = latent_statistics(
-                bank.latent_frame(wide), bank.latent_layers(wide), texts.sequences, texts.lengths, batches,
-                seed=seed, compute=fast_dtype(bank.device), tick=tick,
-            )  # fmt: skip
+        latents = measure_latents(bank, wide, texts, batches, seed=seed)
         tokens = latents[0].tokens
         moments = [(seen.input_moment, seen.fisher) for seen in latents]
     else:
@@ -116,15 +130,18 @@ def closed_form(
             for w, s in zip(wide, statistics, strict=True)
         ]
     even = tuple(layer.fitted_rank for layer in plan.layers)
-    narrow, spectra = _narrowed(wide, even, moments, weigh_input=objective != "weight")
+    weigh_input = objective != "weight"
+    narrow, spectra = _narrowed(wide, even, moments, weigh_input=weigh_input)
     chosen = even
     if ranks == "global":
         shared = choose_ranks(spectra, sum(even), even=sum(even) // len(even))
         if shared != even:
-            other, _ = _narrowed(wide, shared, moments, weigh_input=objective != "weight")
+            other, _ = _narrowed(wide, shared, moments, weigh_input=weigh_input)
             if check is None or _better(check(other), check(narrow)):
                 narrow, chosen = other, shared
-    return ClosedForm(tuple(wide), narrow, tuple(errors), spectra, chosen, tokens)
+    return ClosedForm(
+        tuple(wide), narrow, tuple(errors), spectra, chosen, tokens, tuple(moments), weigh_input
+    )
 
 
 def _narrowed(

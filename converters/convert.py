@@ -32,8 +32,11 @@ from mla_cli.converters.plan import (
     LayerPlan,
     standard_layers,
 )
+from mla_cli.converters.progressive import heal_and_cut, milder_ranks, shared_options
+from mla_cli.converters.recut import ORDER_SAMPLES, recut
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.rotary_split import latent_spec
+from mla_cli.converters.strengths import losses_by_strength
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
 from mla_cli.errors import MlaError
 from mla_cli.model.latent_weights import LatentWeights
@@ -78,11 +81,24 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     layer_errors: tuple[tuple[float, float], ...] = ()
     if options.heal.mode != "none":
         with _timed(timings, "healing"):
+            opening = tokenizer.bos_id if tokenizer.adds_bos else None
+            heal_options, record = options.heal, {}
+            if options.progressive:
+                share, heal_options = shared_options(options.heal)
+                milder, losses = heal_and_cut(
+                    bank, plan, layers, healing, long_unseen, first(fitted, options.fisher_samples), unseen, batches,
+                    share, state, opening=opening,
+                )  # fmt: skip
+                layers, record = milder.layers, {"milder": milder.record}
+                facts["held_out"] |= {name: asdict(loss) for name, loss in losses.items()}
             healed = heal(
-                model, layers, healing, long_unseen, options.heal, state, device=device,
-                opening=tokenizer.bos_id if tokenizer.adds_bos else None,
-            )  # fmt: skip
-        layers, layer_errors, facts["healing"] = healed.layers, healed.layer_errors, healed.record
+                model, layers, healing, long_unseen, heal_options, state, device=device, opening=opening
+            )
+        layers, layer_errors, facts["healing"] = healed.layers, healed.layer_errors, healed.record | record
+        if not options.heal.nested:
+            with _timed(timings, "ordering"):
+                ranks = [layer.spec.kv_lora_rank for layer in layers]
+                layers = recut(bank, layers, ranks, first(fitted, ORDER_SAMPLES), batches, seed=options.seed)
     with _timed(timings, "write"):
         write_checkpoint(
             model, plan, layers, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
@@ -91,6 +107,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         with _timed(timings, "verify"):
             held_out = _held_out_final(bank, layers, unseen, batches, out)
             verification = _verify(held_out, out)
+            strengths = losses_by_strength(bank, plan, layers, unseen, batches)
     except BaseException:
         remove(out.resolve())  # unverified, it would look complete
         raise
@@ -105,6 +122,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         facts=facts,
         layer_errors=layer_errors,
         held_out={**losses, "final": held_out["final"]},
+        strengths=strengths,
         calibration={
             "origin": fitted.origin,
             "language": language,
@@ -137,14 +155,17 @@ def _fit(
     state: HealState,
     timings: Timings,
 ) -> tuple[ConversionPlan, tuple[LatentWeights, ...], dict[str, Any]]:
-    """The closed form and what the report says of it, from an interrupted run where there is one."""
+    """What healing starts from and what the report says of it, from an interrupted run where there is one.
+
+    The layers are the closed form at the plan's ranks, or at milder ones for a progressive conversion.
+    """
     earlier = state.load_closed_form()
     if earlier is not None:
         tensors, facts = earlier
         plan = replace(plans[0], layers=tuple(LayerPlan(r, f, tuple(s)) for r, f, s in facts["plan"]))
         specs = standard_layers(bank.model.spec)
         layers = tuple(
-            weights_from(latent_spec(spec, layer.fitted_rank, layer.slots), found)
+            weights_from(latent_spec(spec, found["up_k"].shape[-1], layer.slots), found)
             for spec, layer, found in zip(specs, plan.layers, tensors, strict=True)
         )
         timings.seconds.update(facts["seconds"])
@@ -163,8 +184,11 @@ def _fit(
             check=lambda layers: loss_of(bank, layers, probe, batches).kl,
         )  # fmt: skip
         plan = with_ranks(plan, closed.ranks)
+    start = closed.narrow
+    if options.progressive:
+        start = closed.at(milder_ranks(plan, [layer.spec.kv_lora_rank for layer in closed.wide]))
     with _timed(timings, "held_out"):
-        losses = _held_out(bank, closed, unseen, batches)
+        losses = _held_out(bank, closed, start, unseen, batches)
     facts = {
         "plan": [(layer.kv_lora_rank, layer.fitted_rank, layer.slots) for layer in plan.layers],
         "split_errors": closed.split_errors,
@@ -182,18 +206,20 @@ def _fit(
         "seconds": dict(timings.seconds),
     }
     if options.heal.mode != "none":
-        state.save_closed_form(closed.narrow, facts)
-    return plan, closed.narrow, facts
+        state.save_closed_form(start, facts)
+    return plan, start, facts
 
 
 def _held_out(
-    bank: LayerBank, closed: ClosedForm, unseen: CalibrationTexts, batches: Batches
+    bank: LayerBank, closed: ClosedForm, start: tuple[LatentWeights, ...], unseen: CalibrationTexts, batches: Batches
 ) -> dict[str, Loss]:
     stages = {
         "source": (bank.frame, bank.source_layer),
         "rope_split": (bank.frame, bank.latent_layers(closed.wide)),
         "closed_form": (bank.frame, bank.latent_layers(closed.narrow)),
     }
+    if start is not closed.narrow:
+        stages["milder_closed_form"] = (bank.frame, bank.latent_layers(start))
     steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
     with ticking("checking the closed form on held-out text", steps) as tick:
         return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)

@@ -85,7 +85,13 @@ def _layers(
             describe(text)
         next(ticks, None)
 
-    healing.run(state.load_layers(student), state.save_layer, tick)
+    earlier = state.load_layers(student)
+    healing.records = [record for _, record in earlier]
+    healing.run(
+        [layer for layer, _ in earlier],
+        lambda index, layer: state.save_layer(index, layer, healing.records[index]),
+        tick,
+    )
     records = healing.records
     return Healed(
         student.result(),

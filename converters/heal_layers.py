@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mla_cli.converters.heal_full import output_scales, schedule
 from mla_cli.converters.heal_options import CLIP_NORM, HealOptions
+from mla_cli.converters.nested import strength_at
 from mla_cli.converters.student import Student, layer_output
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Step
@@ -90,7 +91,7 @@ class LayersHealing:
             if len(order) < rows_per_step:
                 order = torch.randperm(len(self.fitted.lengths), generator=generator)
             rows, order = order[:rows_per_step], order[rows_per_step:]
-            loss = self._loss(index, self.fitted, rows)
+            loss = self._loss(index, self.fitted, rows, strength_at(step, nested=self.options.nested))
             loss.backward()
             norm = nn.utils.clip_grad_norm_(list(masters.values()), CLIP_NORM)
             if not bool(torch.isfinite(norm)):
@@ -110,11 +111,11 @@ class LayersHealing:
             after = before
         return LayerHealing(before, after, step)
 
-    def _loss(self, index: int, states: _States, rows: Tensor) -> Tensor:
-        """Squared error of the attention output over the power of the source's own."""
+    def _loss(self, index: int, states: _States, rows: Tensor, strength: float = 1.0) -> Tensor:
+        """Squared error of the attention output over the power of the source's own, at a strength of the latent."""
         given, target, valid, step = states.attention(index, rows)
         _, learning = self.student.layer(index)
-        found = learning(given, step, working=learning.working(given.dtype))
+        found = learning(given, step, working=learning.working(given.dtype, strength))
         error = (found.float() - target)[valid].square().sum()
         return error / target[valid].square().sum().clamp(min=1e-12)
 

@@ -39,7 +39,10 @@ HEAL_LENGTHS = 2
 
 @dataclass(frozen=True)
 class HealOptions:
-    """What `mla convert` asks of healing. Either time or steps bound it; with `steps` the result does not depend on speed."""
+    """What `mla convert` asks of healing. Either time or steps bound it; with `steps` the result does not depend on speed.
+
+    `nested`: some steps run on a part of each latent (see `nested`).
+    """
 
     mode: Heal = "none"
     minutes: float = 30.0
@@ -47,3 +50,4 @@ class HealOptions:
     learning_rate: float = LEARNING_RATE
     batch_tokens: int = BATCH_TOKENS
     seed: int = 0
+    nested: bool = False

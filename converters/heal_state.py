@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_cli.checkpoint.disk import disk_error
+from mla_cli.converters.heal_layers import LayerHealing
 from mla_cli.converters.student import Student
 from mla_cli.errors import InputError, UsageError
 from mla_cli.model.latent_weights import LatentWeights
@@ -34,6 +36,7 @@ class HealState:
             UsageError: `resume` was asked for, and nothing was left, or by a run with other options.
         """
         out = Path(out).resolve()
+        self._prefix = ""
         self.folder = out.parent / f".{out.name}.mla-resume"
         self.key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True, default=str).encode()).hexdigest()
         if resume:
@@ -48,6 +51,21 @@ class HealState:
                 )
         else:
             self.remove()
+
+    def stage(self, name: str) -> HealState:
+        """The same folder for one of several healings: what it keeps does not meet what the others do."""
+        own = copy.copy(self)
+        own._prefix = f"{name}-"
+        return own
+
+    def save_cut(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
+        """Keep what the first stage of a progressive conversion made, and what the report says of it."""
+        self._write("cut", {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
+
+    def load_cut(self) -> tuple[list[dict[str, Tensor]], Any] | None:
+        """What `save_cut` kept."""
+        found = self._read("cut")
+        return None if found is None else (found["layers"], json.loads(found["facts"]))
 
     def save_closed_form(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
         """Keep what steps 1 to 3 made, and what the report says of them."""
@@ -67,18 +85,19 @@ class HealState:
         """Where a healing end to end stood."""
         return self._read("full")
 
-    def save_layer(self, index: int, layer: LatentWeights) -> None:
-        """Keep a healed layer."""
-        self._write(f"layer-{index}", _tensors(layer))
+    def save_layer(self, index: int, layer: LatentWeights, record: LayerHealing) -> None:
+        """Keep a healed layer and what its healing did."""
+        self._write(f"layer-{index}", {**_tensors(layer), "record": asdict(record)})
 
-    def load_layers(self, student: Student) -> list[LatentWeights]:
+    def load_layers(self, student: Student) -> list[tuple[LatentWeights, LayerHealing]]:
         """The layers healed so far."""
-        layers: list[LatentWeights] = []
+        layers: list[tuple[LatentWeights, LayerHealing]] = []
         for index in range(len(student.learning)):
             found = self._read(f"layer-{index}")
             if found is None:
                 break
-            layers.append(weights_from(student.layer(index)[1].weights.spec, found))
+            weights = weights_from(student.layer(index)[1].weights.spec, found)
+            layers.append((weights, LayerHealing(**found["record"])))
         return layers
 
     def remove(self) -> None:
@@ -86,7 +105,7 @@ class HealState:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        target = self.folder / f"{name}.pt"
+        target = self.folder / f"{self._prefix}{name}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.save(content, target.with_suffix(".part"))
@@ -95,7 +114,7 @@ class HealState:
             raise disk_error(error, target, 0) from error
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        file = self.folder / f"{name}.pt"
+        file = self.folder / f"{self._prefix}{name}.pt"
         if not file.is_file():
             return None
         try:

@@ -13,6 +13,10 @@ import torch
 from mla_cli import __version__
 from mla_cli.converters.held_out import Loss
 from mla_cli.converters.plan import ConversionPlan
+from mla_cli.converters.strengths import StrengthLoss
+
+# Stages of a progressive conversion, in their order.
+STAGED = ("milder_closed_form", "milder_healed", "cut")
 
 
 @dataclass
@@ -55,6 +59,7 @@ def build_report(
     facts: dict[str, Any],
     layer_errors: tuple[tuple[float, float], ...],
     held_out: dict[str, Loss],
+    strengths: list[StrengthLoss],
     calibration: dict[str, Any],
     options: dict[str, Any],
     notes: list[str],
@@ -95,10 +100,22 @@ def build_report(
             "ppl_source": losses["source"],
             "ppl_rope_split": losses["rope_split"],
             "ppl_closed_form": losses["closed_form"],
+            **{f"ppl_{name}": losses[name] for name in STAGED if name in losses},
             "ppl_final": losses["final"],
             "kl_final": held_out["final"].kl,
             "tokens": held_out["source"].tokens,
         },
+        "latent_strength": [
+            {
+                "strength": row.strength,
+                "cache_bytes_per_token": row.cached_per_token * element,
+                "perplexity": finite(row.loss.perplexity),
+                "kl": row.loss.kl,
+                "source_perplexity": finite(row.source.perplexity),
+                "tokens": row.loss.tokens,
+            }
+            for row in strengths
+        ],
         "verification": verification,
         "healing": facts.get("healing"),
         "calibration": calibration,
@@ -136,6 +153,7 @@ def model_card(report: dict[str, Any], command: str) -> str:
         lines.append(f"| {name} | {_number(held[key])} |")
     lines += [
         f"| KL(source, this checkpoint), nats a token | {_number(held['kl_final'])} |",
+        *_strength_lines(report["latent_strength"]),
         "",
         "Made with:",
         "",
@@ -159,6 +177,23 @@ def model_card(report: dict[str, Any], command: str) -> str:
             "without custom code.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _strength_lines(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    return [
+        "",
+        f"The first channels of each latent are a smaller latent (`--latent-strength`; {rows[0]['tokens']:,} held-out tokens, "
+        f"perplexity of the source {_number(rows[0]['source_perplexity'])}):",
+        "",
+        "| strength | cache bytes a token | perplexity | KL to the source |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['strength']:g} | {row['cache_bytes_per_token']:,} | {_number(row['perplexity'])} | {_number(row['kl'])} |"
+            for row in rows
+        ),
+    ]
 
 
 def over_layers(report: dict[str, Any], key: str) -> str:
