@@ -80,25 +80,10 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     plan, layers, facts = _fit(bank, plans, fitted, unseen, batches, options, state, timings)
     layer_errors: tuple[tuple[float, float], ...] = ()
     if options.heal.mode != "none":
-        with _timed(timings, "healing"):
-            opening = tokenizer.bos_id if tokenizer.adds_bos else None
-            heal_options, record = options.heal, {}
-            if options.progressive:
-                share, heal_options = shared_options(options.heal)
-                milder, losses = heal_and_cut(
-                    bank, plan, layers, healing, long_unseen, first(fitted, options.fisher_samples), unseen, batches,
-                    share, state, opening=opening,
-                )  # fmt: skip
-                layers, record = milder.layers, {"milder": milder.record}
-                facts["held_out"] |= {name: asdict(loss) for name, loss in losses.items()}
-            healed = heal(
-                model, layers, healing, long_unseen, heal_options, state, device=device, opening=opening
-            )
-        layers, layer_errors, facts["healing"] = healed.layers, healed.layer_errors, healed.record | record
-        if not options.heal.nested:
-            with _timed(timings, "ordering"):
-                ranks = [layer.spec.kv_lora_rank for layer in layers]
-                layers = recut(bank, layers, ranks, first(fitted, ORDER_SAMPLES), batches, seed=options.seed)
+        layers, layer_errors = _heal(
+            bank, plan, layers, (fitted, unseen, healing, long_unseen), batches, options, state, timings, facts,
+            opening=tokenizer.bos_id if tokenizer.adds_bos else None,
+        )  # fmt: skip
     with _timed(timings, "write"):
         write_checkpoint(
             model, plan, layers, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
@@ -208,6 +193,41 @@ def _fit(
     if options.heal.mode != "none":
         state.save_closed_form(start, facts)
     return plan, start, facts
+
+
+def _heal(
+    bank: LayerBank,
+    plan: ConversionPlan,
+    layers: tuple[LatentWeights, ...],
+    texts: tuple[CalibrationTexts, CalibrationTexts, CalibrationTexts, CalibrationTexts],
+    batches: Batches,
+    options: ConvertOptions,
+    state: HealState,
+    timings: Timings,
+    facts: dict[str, Any],
+    *,
+    opening: int | None,
+) -> tuple[tuple[LatentWeights, ...], tuple[tuple[float, float], ...]]:
+    """The layers after healing, in one stage or two, and each one's error before and after; `facts` gets what to report."""
+    fitted, unseen, healing, long_unseen = texts
+    asked, record = options.heal, {}
+    with _timed(timings, "healing"):
+        if options.progressive:
+            share, asked = shared_options(asked)
+            milder, losses = heal_and_cut(
+                bank, plan, layers, healing, long_unseen, first(fitted, options.fisher_samples), unseen, batches,
+                share, state, opening=opening,
+            )  # fmt: skip
+            layers, record = milder.layers, {"milder": milder.record}
+            facts["held_out"] |= {name: asdict(loss) for name, loss in losses.items()}
+        healed = heal(bank.model, layers, healing, long_unseen, asked, state, device=bank.device, opening=opening)
+    facts["healing"] = healed.record | record
+    layers = healed.layers
+    if not asked.nested:  # whose parts learned where they stand
+        with _timed(timings, "ordering"):
+            ranks = [layer.spec.kv_lora_rank for layer in layers]
+            layers = recut(bank, layers, ranks, first(fitted, ORDER_SAMPLES), batches, seed=options.seed)
+    return layers, healed.layer_errors
 
 
 def _held_out(

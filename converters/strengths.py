@@ -11,8 +11,9 @@ from mla_cli.converters.closed_form import ticking
 from mla_cli.converters.convert_texts import first
 from mla_cli.converters.held_out import Loss, measure
 from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
+from mla_cli.converters.layerwise import Batches, LayerAt
 from mla_cli.converters.plan import ConversionPlan
+from mla_cli.model.decoder import Decoder
 from mla_cli.model.latent_weights import LatentWeights
 
 STRENGTHS = (1.0, 0.75, 0.5, 0.25)
@@ -43,7 +44,7 @@ def losses_by_strength(
         strength: tuple(layer.narrowed(kept_channels(layer.spec.kv_lora_rank, strength)) for layer in layers)
         for strength in STRENGTHS
     }
-    stages = {"source": (bank.frame, bank.source_layer)}
+    stages: dict[str, tuple[Decoder, LayerAt]] = {"source": (bank.frame, bank.source_layer)}
     stages |= {str(strength): (bank.frame, bank.latent_layers(part)) for strength, part in parts.items()}
     few = first(unseen, SEQUENCES)
     steps = len(batches.rounds(len(few.lengths))) * bank.model.spec.num_layers
