@@ -33,10 +33,10 @@ from mla_cli.converters.plan import (
     standard_layers,
 )
 from mla_cli.converters.progressive import heal_and_cut, milder_ranks, shared_options
-from mla_cli.converters.recut import ORDER_SAMPLES, recut
+from mla_cli.converters.recut import ORDER_SAMPLES, put_in_order
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.rotary_split import latent_spec
-from mla_cli.converters.strengths import losses_by_strength
+from mla_cli.converters.strengths import SEQUENCES, losses_by_strength
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
 from mla_cli.errors import MlaError
 from mla_cli.model.latent_weights import LatentWeights
@@ -222,11 +222,10 @@ def _heal(
             facts["held_out"] |= {name: asdict(loss) for name, loss in losses.items()}
         healed = heal(bank.model, layers, healing, long_unseen, asked, state, device=bank.device, opening=opening)
     facts["healing"] = healed.record | record
-    layers = healed.layers
-    if not asked.nested:  # whose parts learned where they stand
-        with _timed(timings, "ordering"):
-            ranks = [layer.spec.kv_lora_rank for layer in layers]
-            layers = recut(bank, layers, ranks, first(fitted, ORDER_SAMPLES), batches, seed=options.seed)
+    with _timed(timings, "ordering"):
+        layers = put_in_order(
+            bank, healed.layers, first(fitted, ORDER_SAMPLES), first(unseen, SEQUENCES), batches, seed=options.seed
+        )
     return layers, healed.layer_errors
 
 

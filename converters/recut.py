@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.checkpoint.latent_strength import kept_channels
+from mla_cli.console import note
+from mla_cli.converters.choose import loss_of
 from mla_cli.converters.closed_form import measure_latents
 from mla_cli.converters.factorize import factorize
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
 from mla_cli.model.latent_weights import LatentWeights
 
-# Sequences whose gradients order the channels: the order settles sooner than the channels themselves.
+# Sequences whose gradients order the channels of a healed model: few, since at full width nothing is at stake.
 ORDER_SAMPLES = 16
+# Strength at which an order is judged.
+JUDGED_AT = 0.5
 
 
 def recut(
@@ -41,3 +46,33 @@ def recut(
         factorize(layer, rank, found.input_moment, found.fisher, reorder=True)[0]
         for layer, rank, found in zip(layers, ranks, seen, strict=True)
     )
+
+
+def put_in_order(
+    bank: LayerBank,
+    layers: Sequence[LatentWeights],
+    texts: CalibrationTexts,
+    probe: CalibrationTexts,
+    batches: Batches,
+    *,
+    seed: int = 0,
+) -> tuple[LatentWeights, ...]:
+    """The layers with their channels re-ordered, where half of each latent does better on held-out text then.
+
+    Nested healing teaches the channels where they stand, so that their own order can be the better one.
+
+    Args:
+        texts: sequences for the Fisher information. probe: held-out ones.
+    """
+    whole = [layer.spec.kv_lora_rank for layer in layers]
+    ordered = recut(bank, layers, whole, texts, batches, seed=seed)
+    before, after = (
+        loss_of(
+            bank, [layer.narrowed(kept_channels(layer.spec.kv_lora_rank, JUDGED_AT)) for layer in those], probe, batches
+        ).kl
+        for those in (layers, ordered)
+    )
+    note(
+        f"half of each latent: KL {before:.4f} as healed, {after:.4f} re-ordered: {'taken' if after < before else 'not taken'}"
+    )
+    return ordered if after < before else tuple(layers)

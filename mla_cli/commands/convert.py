@@ -124,7 +124,7 @@ def convert(
         bool,
         typer.Option(
             "--nested/--no-nested",
-            help="Heal a part of each latent too, in every fourth step: better at a low --latent-strength.",
+            help="Heal the first part of each latent too, in every fourth step, for a low --latent-strength.",
             rich_help_panel=METHOD,
         ),
     ] = False,

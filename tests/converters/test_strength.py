@@ -24,7 +24,7 @@ from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.nested import STRENGTHS, strength_at
 from mla_cli.converters.plan import ConversionPlan, make_plan
-from mla_cli.converters.recut import recut
+from mla_cli.converters.recut import put_in_order, recut
 from mla_cli.converters.student import Student
 from mla_cli.converters.write import write_checkpoint
 from mla_cli.model.latent_weights import LatentWeights
@@ -175,6 +175,13 @@ def test_reordering_changes_nothing_but_the_order(tmp_path: Path) -> None:
     assert made.divergence(ordered, 1.0) == pytest.approx(whole, rel=1e-3)
     for strength in (0.5, 0.75):
         assert made.divergence(ordered, strength) < 0.8 * made.divergence(tuple(turned), strength)
+    probe = CalibrationTexts(*UNSEEN, "random", 0, 4)
+    for layers in (made.layers, tuple(turned)):  # whichever order is better is kept
+        orders = [
+            made.divergence(those, 0.5) for those in (layers, recut(made.bank, layers, [16, 16], made.texts, BATCHES))
+        ]
+        kept = put_in_order(made.bank, layers, made.texts, probe, BATCHES)
+        assert made.divergence(kept, 0.5) == min(orders)
     assert [layer.spec.kv_lora_rank for layer in recut(made.bank, turned, [8, 5], made.texts, BATCHES)] == [8, 5]
 
 
