@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mla_cli.converters.report_values import mapping, number, objects, over, shown
+from mla_cli.converters.report_values import mapping, number, numbers, objects, over, shown
 
 POINTS = 400  # of a line: more than a screen has room for
 LOG_FROM = 20.0  # largest value over smallest from which a linear axis would hide the small ones
@@ -205,7 +205,7 @@ def _spectra(layers: list[Mapping[str, Any]]) -> Chart | None:
         spectrum = mapping(layer.get("spectrum"))
         points = [
             (rank, loss)
-            for rank, loss in zip(_numbers(spectrum.get("rank")), _numbers(spectrum.get("loss")), strict=False)
+            for rank, loss in zip(numbers(spectrum.get("rank")), numbers(spectrum.get("loss")), strict=False)
             if rank is not None
         ]
         if any(loss for _, loss in points):
@@ -268,7 +268,7 @@ def _healing(healing: Mapping[str, Any]) -> Chart | None:
 
 
 def _gains(healing: Mapping[str, Any]) -> Chart | None:
-    gains = _numbers(healing.get("gains"))
+    gains = numbers(healing.get("gains"))
     if not any(gain is not None for gain in gains):
         return None
     return Chart(
@@ -285,7 +285,7 @@ def _strengths(found: list[Mapping[str, Any]], heldout: Mapping[str, Any]) -> Ch
         return None
     shares = [100 * share for share, _ in points]
     series, log, note = _scaled([("this checkpoint", shares, [value for _, value in points])])
-    base = number(heldout.get("ppl_source"))
+    base = number(found[0].get("source_perplexity")) or number(heldout.get("ppl_source"))
     return Chart(
         "strength", "Perplexity by share of the latent read", "lines", "share of the latent channels (%)",
         "perplexity on held-out text",
@@ -330,10 +330,6 @@ def _at(xs: Sequence[float], ys: Sequence[float | None], place: float | None) ->
     (x1, y1) = min((point for point in known if point[0] >= place), key=lambda point: point[0])
     part = 0.0 if x1 == x0 else (place - x0) / (x1 - x0)
     return y0 * (y1 / y0) ** part if min(y0, y1) > 0 else y0 + (y1 - y0) * part
-
-
-def _numbers(value: object) -> list[float | None]:
-    return [number(item) for item in value] if isinstance(value, (list, tuple)) else []
 
 
 def _least_to_most(values: Sequence[float]) -> str:

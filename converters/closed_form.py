@@ -59,6 +59,10 @@ class ClosedForm:
         """The layers that come out."""
         return self.narrow if self.compensated is None else self.compensated.layers
 
+    def at(self, ranks: Sequence[int]) -> tuple[LatentWeights, ...]:
+        """The layers narrowed to other ranks, without a refit."""
+        return _narrowed(self.wide, ranks, self.moments, weigh_input=self.weigh_input)[0]
+
 
 @contextmanager
 def ticking(description: str, total: int) -> Iterator[Tick]:

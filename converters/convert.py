@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,9 @@ from mla_cli.converters.charts import spectrum_points
 from mla_cli.converters.choose import choose_plan, loss_of, plan_conversion, ranks_of, with_ranks, with_slots
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics, ticking
 from mla_cli.converters.convert_texts import conversion_texts, first, language_of
-from mla_cli.converters.heal import heal
-from mla_cli.converters.heal_gate import gate_line, learn_gates, shared_with_gate
+from mla_cli.converters.heal_stages import heal_in_stages
 from mla_cli.converters.heal_state import HealState, fingerprint, weights_from
 from mla_cli.converters.held_out import Loss, measure
-from mla_cli.converters.latent_norm import choose_norm, norm_line, why_no_norm
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.objectives import compare_objectives
@@ -36,9 +31,10 @@ from mla_cli.converters.plan import (
     standard_layers,
 )
 from mla_cli.converters.precision import keep_freed_memory
-from mla_cli.converters.presets import find_preset
+from mla_cli.converters.progressive import milder_ranks
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.rotary_split import latent_spec
+from mla_cli.converters.strengths import losses_by_strength
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
 from mla_cli.errors import MlaError
 from mla_cli.model.latent_weights import LatentWeights
@@ -59,7 +55,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     """
     timings = Timings()
     keep_freed_memory()
-    with _timed(timings, "open"):
+    with timings.timed("open"):
         model = open_model(source)
         plans = plan_conversion(model, options)
         dtype = output_dtype(model.stored_dtype, plans[0].form, options.dtype)
@@ -74,44 +70,27 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     note(f"writing the {plans[0].form} form: {plans[0].reason}")
 
     state = HealState(out, fingerprint(model.source.sha256(), options), resume=options.resume)
-    with _timed(timings, "texts"):
+    with timings.timed("texts"):
         tokenizer = load_tokenizer(model.source.folder)
-        fitted, unseen, long_unseen, healing = conversion_texts(model, tokenizer, options, device)
+        texts = conversion_texts(model, tokenizer, options, device)
+        fitted, unseen = texts.fitted, texts.unseen
         language = language_of(tokenizer, fitted, options.preset)
     bank = LayerBank(model, device)
     batches = Batches.fit(int(fitted.lengths.max()), model.spec.hidden_size, model.spec.num_layers)
     plan, layers, facts = _fit(bank, plans, fitted, unseen, batches, options, state, timings)
-    to_heal = healing if options.heal.mode == "full" else fitted  # layer by layer a sequence's first tokens are read
-    opening = tokenizer.bos_id if tokenizer.adds_bos else None
-    heal_options, gate_options = shared_with_gate(options.heal)
-    layer_errors: tuple[tuple[float, float], ...] = ()
-    if find_preset(options.preset).latent_norm:
-        with _timed(timings, "latent_norm"):
-            reason = why_no_norm(plan.form, options.heal)
-            facts["latent_norm"] = {"kept": False, "reason": reason}
-            if reason is None:
-                norm = choose_norm(
-                    bank, layers, to_heal, long_unseen, unseen, batches, heal_options, state, opening=opening
-                )
-                layers, heal_options, facts["latent_norm"] = norm.layers, norm.rest, norm.record
-            notes.append(norm_line(facts["latent_norm"]))
-    if options.heal.mode != "none":
-        with _timed(timings, "healing"):
-            healed = heal(model, layers, to_heal, long_unseen, heal_options, state, device=device, opening=opening)
-        layers, layer_errors, facts["healing"] = healed.layers, healed.layer_errors, healed.record
-    if gate_options.gate:
-        with _timed(timings, "gate"):
-            gated = learn_gates(model, layers, healing, long_unseen, gate_options, state, device=device)
-        layers, facts["healing"]["gate"] = gated.layers, gated.record
-        notes.append(gate_line(gated.record))
-    with _timed(timings, "write"):
+    layers, layer_errors = heal_in_stages(
+        bank, plan, layers, texts, batches, options, state, timings, facts, notes,
+        opening=tokenizer.bos_id if tokenizer.adds_bos else None,
+    )  # fmt: skip
+    with timings.timed("write"):
         write_checkpoint(
             model, plan, layers, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
         )
     try:
-        with _timed(timings, "verify"):
+        with timings.timed("verify"):
             held_out = _held_out_final(bank, layers, unseen, batches, out)
             verification = _verify(held_out, out)
+            strengths = losses_by_strength(bank, plan, layers, unseen, batches)
     except BaseException:
         remove(out.resolve())  # unverified, it would look complete
         raise
@@ -126,6 +105,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         facts=facts,
         layer_errors=layer_errors,
         held_out={**losses, "final": held_out["final"]},
+        strengths=strengths,
         calibration={
             "origin": fitted.origin,
             "language": language,
@@ -134,7 +114,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
             "tokens": fitted.tokens,
             "split_tokens": facts["split_tokens"],
             "fisher_tokens": facts["fisher_tokens"],
-            "healing_tokens": to_heal.tokens if options.heal.mode != "none" else 0,
+            "healing_tokens": texts.to_heal.tokens if options.heal.mode != "none" else 0,
             "skipped": fitted.skipped,
         },
         options={key: value for key, value in asdict(options).items() if key not in ("force", "resume")},
@@ -158,25 +138,28 @@ def _fit(
     state: HealState,
     timings: Timings,
 ) -> tuple[ConversionPlan, tuple[LatentWeights, ...], dict[str, Any]]:
-    """The closed form and what the report says of it, from an interrupted run where there is one."""
+    """What healing starts from and what the report says of it, from an interrupted run where there is one.
+
+    The layers are the closed form at the plan's ranks, or at milder ones for a progressive conversion.
+    """
     earlier = state.load_closed_form()
     if earlier is not None:
         tensors, facts = earlier
         plan = replace(plans[0], layers=tuple(LayerPlan(r, f, tuple(s)) for r, f, s in facts["plan"]))
         specs = standard_layers(bank.model.spec)
         layers = tuple(
-            weights_from(latent_spec(spec, layer.fitted_rank, layer.slots), found)
+            weights_from(latent_spec(spec, found["up_k"].shape[-1], layer.slots), found)
             for spec, layer, found in zip(specs, plan.layers, tensors, strict=True)
         )
         timings.seconds.update(facts["seconds"])
         return plan, layers, facts
-    with _timed(timings, "source_statistics"):
+    with timings.timed("source_statistics"):
         seen = fitted if options.objective in FORWARD_OBJECTIVES else first(fitted, SPLIT_SAMPLES)
         statistics = gather_source_statistics(bank, seen, batches)
-    with _timed(timings, "rotary_width"):
+    with timings.timed("rotary_width"):
         plans = [with_slots(bank, plan, statistics) for plan in plans]
         plan = choose_plan(bank, plans, statistics, fitted, unseen, batches, options)
-    with _timed(timings, "closed_form"):
+    with timings.timed("closed_form"):
         probe = first(unseen, PILOT_HELD_OUT)
         closed = closed_form(
             bank, plan, statistics, first(fitted, options.fisher_samples), batches,
@@ -185,11 +168,14 @@ def _fit(
             check=lambda layers: loss_of(bank, layers, probe, batches).kl,
         )  # fmt: skip
         plan = with_ranks(plan, closed.ranks)
-    with _timed(timings, "held_out"):
-        losses = _held_out(bank, closed, unseen, batches)
+    start = closed.layers
+    if options.progressive:
+        start = closed.at(milder_ranks(plan, [layer.spec.kv_lora_rank for layer in closed.wide]))
+    with timings.timed("held_out"):
+        losses = _held_out(bank, closed, start, unseen, batches)
     objectives = None
     if options.compare_objectives:
-        with _timed(timings, "objectives"):
+        with timings.timed("objectives"):
             objectives = compare_objectives(
                 bank, closed, (options.objective, losses["closed_form"]), statistics,
                 first(fitted, options.fisher_samples), unseen, batches, seed=options.seed,
@@ -213,12 +199,12 @@ def _fit(
         "seconds": dict(timings.seconds),
     }
     if options.heal.mode != "none":
-        state.save_closed_form(closed.layers, facts)
-    return plan, closed.layers, facts
+        state.save_closed_form(start, facts)
+    return plan, start, facts
 
 
 def _held_out(
-    bank: LayerBank, closed: ClosedForm, unseen: CalibrationTexts, batches: Batches
+    bank: LayerBank, closed: ClosedForm, start: tuple[LatentWeights, ...], unseen: CalibrationTexts, batches: Batches
 ) -> dict[str, Loss]:
     stages = {
         "source": (bank.frame, bank.source_layer),
@@ -227,6 +213,8 @@ def _held_out(
     }
     if closed.compensated is not None:
         stages["compensated"] = (bank.frame, bank.latent_layers(closed.layers))
+    if start is not closed.layers:
+        stages["milder_closed_form"] = (bank.frame, bank.latent_layers(start))
     steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
     with ticking("checking the closed form on held-out text", steps) as tick:
         return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
@@ -266,10 +254,3 @@ def _stored_numbers(model: ModelSource) -> int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def _timed(timings: Timings, stage: str) -> Iterator[None]:
-    begun = time.monotonic()
-    yield
-    timings.seconds[stage] = time.monotonic() - begun

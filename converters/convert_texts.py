@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,27 @@ from mla_cli.errors import InputError
 LANGUAGE_SEQUENCES = 64  # enough text to name its language
 
 
+@dataclass(frozen=True)
+class ConversionTexts:
+    """What each stage of a conversion reads.
+
+    Attributes:
+        fitted: for statistics. healing: all that may be learned from, whole.
+        unseen: held out, cut like `fitted`, for the report. long_unseen: the same, whole, for healing to judge by.
+        to_heal: what healing reads; layer by layer, only a sequence's first tokens count.
+    """
+
+    fitted: CalibrationTexts
+    unseen: CalibrationTexts
+    long_unseen: CalibrationTexts
+    healing: CalibrationTexts
+    to_heal: CalibrationTexts
+
+
 def conversion_texts(
     model: ModelSource, tokenizer: Any, options: ConvertOptions, device: torch.device
-) -> tuple[CalibrationTexts, CalibrationTexts, CalibrationTexts, CalibrationTexts]:
-    """Sequences for statistics, held-out ones (for the report, cut; for healing, whole), and those that healing reads.
+) -> ConversionTexts:
+    """The sequences of a conversion.
 
     Healing end to end reads more text than statistics need, and longer sequences; so does a gate, which nothing of a sequence's
     first chunk teaches. What is held out is held out from all.
@@ -57,7 +74,8 @@ def conversion_texts(
     opening = tokenizer.bos_id if tokenizer.adds_bos else None
     fitted = first(pieces(healing, options.seq_len, opening), options.samples) if more else healing
     fitted = replace(fitted, requested=options.samples)
-    return fitted, cut(unseen, options.seq_len), unseen, healing
+    to_heal = healing if options.heal.mode == "full" else fitted
+    return ConversionTexts(fitted, cut(unseen, options.seq_len), unseen, healing, to_heal)
 
 
 def language_of(tokenizer: Any, fitted: CalibrationTexts, preset: str) -> dict[str, Any]:

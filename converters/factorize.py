@@ -99,6 +99,7 @@ def factorize(
     output_moment: Tensor | None,
     *,
     weigh_input: bool = True,
+    reorder: bool = False,
 ) -> tuple[LatentWeights, Spectrum]:
     """The layer with its latent narrowed to `rank` channels, and the spectrum of what each channel is worth.
 
@@ -108,10 +109,11 @@ def factorize(
         input_moment: `[D + 1, D + 1]`, see `covariance`.
         output_moment: `[r, r]` weight of errors in the latent (`F`); None: all equal.
         weigh_input: False ignores the covariance (plain SVD of the weights).
+        reorder: order the channels even where none is dropped; the layer computes the same then, up to rounding.
     """
     s = weights.spec
     wide, hidden = s.kv_lora_rank, weights.down.shape[1]
-    if rank == wide:  # nothing to drop: rather exact to the last bit than ordered by importance
+    if rank == wide and not reorder:  # nothing to drop: rather exact to the last bit than ordered by importance
         return weights, Spectrum(torch.zeros(wide, dtype=torch.float64))
     cov, mean = covariance(input_moment)
     energy = float(input_moment.diagonal()[:-1].mean())

@@ -30,6 +30,7 @@ from mla_cli.converters.heal_options import (
     WARM_UP_STEPS,
     HealOptions,
 )  # fmt: skip
+from mla_cli.converters.nested import strength_at
 from mla_cli.converters.student import Student
 
 # Bytes of what a step keeps for its backward pass beyond which layers are run a second time instead.
@@ -90,11 +91,13 @@ class FullHealing:
                 self._check()
             if p.stopped:
                 break
+            whole = self._strength() == 1
             kl = self._step(fraction)
             if kl is None:
                 self._roll_back(snapshot)
                 continue
-            self._recent = [*self._recent[-19:], kl]
+            if whole or not self._recent:
+                self._recent = [*self._recent[-19:], kl]
             if p.step % SNAPSHOT_STEPS == 0:
                 snapshot = self._snapshot()
             p.seconds = time.monotonic() - begun
@@ -123,10 +126,13 @@ class FullHealing:
             return p.step / o.steps
         return max(p.seconds / (60 * o.minutes), p.tokens / (EPOCHS * int(self.reader.lengths.sum())))
 
+    def _strength(self) -> float:
+        return strength_at(self.progress.step, nested=self.options.nested)
+
     def _step(self, fraction: float) -> float | None:
         """One step; its divergence in nats a token, or None where a number was not finite (nothing has moved then)."""
         tokens, lengths = self.reader.batch(piece_at(fraction), self.options.batch_tokens)
-        loss, slope, last = self._forward(tokens, lengths)
+        loss, slope, last = self._forward(tokens, lengths, self._strength())
         if not math.isfinite(loss):
             return None
         last.backward(slope)
@@ -143,13 +149,13 @@ class FullHealing:
         self.progress.tokens += int(lengths.sum())
         return loss
 
-    def _forward(self, tokens: Tensor, lengths: Tensor) -> tuple[float, Tensor, Tensor]:
+    def _forward(self, tokens: Tensor, lengths: Tensor, strength: float) -> tuple[float, Tensor, Tensor]:
         device, spec = self.student.decoder.device, self.student.decoder.spec
         tokens = tokens.to(device)
         valid = torch.arange(tokens.shape[1], device=device) < lengths.to(device)[:, None]  # [B, T]
         target = self.student.source(tokens, lengths)[-1]  # [B, T, D]
         kept = tokens.numel() * spec.hidden_size * spec.num_layers * KEPT_PER_TOKEN * 2
-        last = self.student(tokens, lengths, self.student.working(), recompute=kept > KEEP_BYTES)[-1]
+        last = self.student(tokens, lengths, self.student.working(strength), recompute=kept > KEEP_BYTES)[-1]
         total, slope = divergence(self.student.decoder, last.detach()[valid], target[valid], gradient=True)
         count = int(lengths.sum())
         whole = torch.zeros_like(last)

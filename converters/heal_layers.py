@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mla_cli.converters.heal_full import output_scales, schedule
 from mla_cli.converters.heal_options import CLIP_NORM, HealOptions
+from mla_cli.converters.nested import strength_at
 from mla_cli.converters.student import Student, layer_output
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Step
@@ -104,7 +105,7 @@ class LayersHealing:
             if len(order) < rows_per_step:
                 order = torch.randperm(len(self.fitted.lengths), generator=generator)
             rows, order = order[:rows_per_step], order[rows_per_step:]
-            loss = self._loss(index, self.fitted, rows)
+            loss = self._loss(index, self.fitted, rows, strength_at(step, nested=self.options.nested))
             loss.backward()
             norm = nn.utils.clip_grad_norm_(list(masters.values()), CLIP_NORM)
             if not bool(torch.isfinite(norm)):
@@ -124,11 +125,11 @@ class LayersHealing:
             after = before
         return LayerHealing(before, after, step, learning.gain())
 
-    def _loss(self, index: int, states: States, rows: Tensor) -> Tensor:
-        """`relative_error` of some rows."""
+    def _loss(self, index: int, states: States, rows: Tensor, strength: float = 1.0) -> Tensor:
+        """`relative_error` of some rows, at a strength of the latent."""
         given, target, behind, valid, step = states.attention(index, rows)
         _, learning = self.student.layer(index)
-        found = learning(given, step, working=learning.working(given.dtype))
+        found = learning(given, step, working=learning.working(given.dtype, strength))
         return relative_error(found, target, behind, valid)
 
     @torch.no_grad()

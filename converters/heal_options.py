@@ -49,6 +49,7 @@ class HealOptions:
     """What `mla convert` asks of healing. Either time or steps bound it; with `steps` the result does not depend on speed.
 
     `gate`: chunks of tokens, short to long, over which a gate on the latents is tried afterwards; none: no gate.
+    `nested`: some steps run on a part of each latent (see `nested`).
     """
 
     mode: Heal = "none"
@@ -58,6 +59,7 @@ class HealOptions:
     batch_tokens: int = BATCH_TOKENS
     seed: int = 0
     gate: tuple[int, ...] = ()
+    nested: bool = False
 
 
 def chunks_within(options: HealOptions, context: int) -> tuple[int, ...]:

@@ -58,6 +58,15 @@ class HealState:
         own._prefix = f"{name}-"
         return own
 
+    def save_cut(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
+        """Keep what the first stage of a progressive conversion made, and what the report says of it."""
+        self._write("cut", {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
+
+    def load_cut(self) -> tuple[list[dict[str, Tensor]], Any] | None:
+        """What `save_cut` kept."""
+        found = self._read("cut")
+        return None if found is None else (found["layers"], json.loads(found["facts"]))
+
     def save_closed_form(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
         """Keep what steps 1 to 3 made, and what the report says of them."""
         self._write("key", {"key": self.key})

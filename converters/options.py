@@ -50,4 +50,5 @@ class ConvertOptions:
     force: bool = False
     seed: int = 0
     heal: HealOptions = field(default_factory=HealOptions)
+    progressive: bool = False  # heal at a milder rank first, then cut to the plan's and heal again
     resume: bool = False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -13,6 +16,10 @@ import torch
 from mla_cli import __version__
 from mla_cli.converters.held_out import Loss
 from mla_cli.converters.plan import ConversionPlan
+from mla_cli.converters.strengths import StrengthLoss
+
+# Stages of a progressive conversion, in their order.
+STAGED = ("milder_closed_form", "milder_healed", "cut")
 
 
 @dataclass
@@ -20,6 +27,13 @@ class Timings:
     """Seconds of each stage, in the order they ran."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Count what runs inside as this stage's time."""
+        begun = time.monotonic()
+        yield
+        self.seconds[stage] = time.monotonic() - begun
 
 
 def peak_rss_bytes() -> int | None:
@@ -55,6 +69,7 @@ def build_report(
     facts: dict[str, Any],
     layer_errors: tuple[tuple[float, float], ...],
     held_out: dict[str, Loss],
+    strengths: list[StrengthLoss],
     calibration: dict[str, Any],
     options: dict[str, Any],
     notes: list[str],
@@ -96,11 +111,22 @@ def build_report(
             "ppl_source": losses["source"],
             "ppl_rope_split": losses["rope_split"],
             "ppl_closed_form": losses["closed_form"],
-            **({"ppl_compensated": losses["compensated"]} if "compensated" in losses else {}),
+            **{f"ppl_{name}": losses[name] for name in ("compensated", *STAGED) if name in losses},
             "ppl_final": losses["final"],
             "kl_final": held_out["final"].kl,
             "tokens": held_out["source"].tokens,
         },
+        "latent_strength": [
+            {
+                "strength": row.strength,
+                "cache_bytes_per_token": row.cached_per_token * element,
+                "perplexity": finite(row.loss.perplexity),
+                "kl": row.loss.kl,
+                "source_perplexity": finite(row.source.perplexity),
+                "tokens": row.loss.tokens,
+            }
+            for row in strengths
+        ],
         "verification": verification,
         "healing": facts.get("healing"),
         "objectives": facts["objectives"],
@@ -142,6 +168,7 @@ def model_card(report: dict[str, Any], command: str) -> str:
             lines.append(f"| {name} | {_number(held[key])} |")
     lines += [
         f"| KL(source, this checkpoint), nats a token | {_number(held['kl_final'])} |",
+        *_strength_lines(report["latent_strength"]),
         "",
         "Made with:",
         "",
@@ -165,6 +192,23 @@ def model_card(report: dict[str, Any], command: str) -> str:
             "without custom code.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _strength_lines(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    return [
+        "",
+        f"The first channels of each latent are a smaller latent (`--latent-strength`; {rows[0]['tokens']:,} held-out tokens, "
+        f"perplexity of the source {_number(rows[0]['source_perplexity'])}):",
+        "",
+        "| strength | cache bytes a token | perplexity | KL to the source |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['strength']:g} | {row['cache_bytes_per_token']:,} | {_number(row['perplexity'])} | {_number(row['kl'])} |"
+            for row in rows
+        ),
+    ]
 
 
 def over_layers(report: dict[str, Any], key: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from mla_cli.converters.chart_svg import STYLE as CHART_STYLE
 from mla_cli.converters.chart_svg import svg
 from mla_cli.converters.charts import Chart, charts, stages
-from mla_cli.converters.report_values import increase, mapping, number, objects, over, shown
+from mla_cli.converters.report_values import increase, mapping, number, numbers, objects, over, shown
 
 PAGE, PICTURE = "mla_report.html", "mla_report.png"
 LONGEST_TITLE = 90
@@ -194,6 +194,10 @@ def _healed(healing: Mapping[str, Any]) -> str:
     told = f"Healing: {_plain(healing.get('mode'), 'unknown')}."
     if curve and number(curve[-1].get("tokens")) is not None:
         told += f" Trained on {shown(curve[-1]['tokens'])} tokens in {shown(curve[-1].get('minutes'), '?')} minutes."
+    ranks = [rank for rank in numbers(mapping(healing.get("milder")).get("kv_lora_rank")) if rank is not None]
+    if ranks:
+        least, most = shown(min(ranks)), shown(max(ranks))
+        told += f" In two stages: first with latents of {least if least == most else f'{least} to {most}'} channels."
     return f"<p>{escape(told)}</p>"
 
 
@@ -208,10 +212,20 @@ def _gate_table(gate: Mapping[str, Any]) -> str:
 
 def _strength_table(report: Mapping[str, Any]) -> str:
     found = objects(report.get("latent_strength"))
+    if not found:
+        return ""
     rows = [
-        (shown(row.get("strength"), "?"), shown(row.get("perplexity")), shown(row.get("kl"))) for row in found
+        (
+            shown(row.get("strength"), "?"), shown(row.get("cache_bytes_per_token"), "–"), shown(row.get("perplexity")),
+            increase(row.get("perplexity"), row.get("source_perplexity")) or "–", shown(row.get("kl")),
+        )
+        for row in found
     ]  # fmt: skip
-    return _table("Loss by share of the latent", ("strength", "perplexity", "KL (nats a token)"), rows) if rows else ""
+    names = ("strength", "cache (bytes a token)", "perplexity", "over the source", "KL (nats a token)")
+    told = "The first channels of each latent are a smaller latent; --latent-strength reads them alone."
+    if number(found[0].get("tokens")) is not None:
+        told += f" Measured on {shown(found[0]['tokens'])} held-out tokens."
+    return _table("Loss by share of the latent", names, rows) + _soft(told)
 
 
 def _objective_table(report: Mapping[str, Any], heldout: Mapping[str, Any]) -> str:

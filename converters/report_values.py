@@ -14,6 +14,11 @@ def number(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def numbers(value: object) -> list[float | None]:
+    """The items of a list as finite numbers, None for every other; empty where there is no list."""
+    return [number(item) for item in value] if isinstance(value, (list, tuple)) else []
+
+
 def shown(value: object, absent: str = "infinite") -> str:
     """A number as people read it."""
     known = number(value)

@@ -12,9 +12,11 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mla_cli.checkpoint.latent_strength import kept_channels
 from mla_cli.model.attention import Step
 from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
 from mla_cli.model.latent_weights import LatentWeights
@@ -36,8 +38,13 @@ class LearningAttention(nn.Module):
         self.attention = self.weights.module(layer, device=device).requires_grad_(True)
         self.log_gain = nn.Parameter(torch.zeros((), device=device))
 
-    def working(self, dtype: torch.dtype) -> Working:
-        """The matrices of one step, in its type; gradients flow back to the masters."""
+    def working(self, dtype: torch.dtype, strength: float = 1.0) -> Working:
+        """The matrices of one step, in its type; gradients flow back to the masters.
+
+        Args:
+            strength: share of the latent's channels, the first ones, that is read; what the others hold is lost, as it is to a
+                model that runs at this `--latent-strength`.
+        """
         s = self.weights.spec
         tensors: dict[str, Tensor] = dict(self.attention.named_parameters())
         gain = self.log_gain.exp()
@@ -47,6 +54,10 @@ class LearningAttention(nn.Module):
         for name in ("kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"):
             latent, rope = tensors[name].split((s.kv_lora_rank, s.qk_rope_head_dim))
             tensors[name] = torch.cat((latent * gain, rope))
+        kept = kept_channels(s.kv_lora_rank, strength)
+        if kept < s.kv_lora_rank:
+            up = tensors["kv_b_proj.weight"]  # [H*(nope+v), r]
+            tensors["kv_b_proj.weight"] = F.pad(up[:, :kept], (0, s.kv_lora_rank - kept))
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def forward(self, x: Tensor, step: Step, working: Working) -> Tensor:
@@ -81,9 +92,9 @@ class Student(nn.Module):
         """A layer of the source, and the attention that learns to stand in for its own."""
         return cast(DecoderLayer, self.decoder.layers[index]), cast(LearningAttention, self.learning[index])
 
-    def working(self) -> list[Working]:
-        """The matrices of one step, layer by layer."""
-        return [self.layer(i)[1].working(self.decoder.dtype) for i in range(len(self.learning))]
+    def working(self, strength: float = 1.0) -> list[Working]:
+        """The matrices of one step, layer by layer, at a strength of the latents."""
+        return [self.layer(i)[1].working(self.decoder.dtype, strength) for i in range(len(self.learning))]
 
     def source(self, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
         """Hidden states of the source after the embedding and each layer, `[B, T, D]` float32 each."""

@@ -42,6 +42,12 @@ def kept_channels(channels: int, strength: float) -> int:
     return max(1, math.ceil(strength * channels - 1e-9))  # 0.7 * 10 is a little more than 7
 
 
+def channels_ordered(weights: LatentWeights) -> bool:
+    """False for what a conversion leaves as it was when there is nothing to drop: the source's keys, then its values."""
+    reads_key, reads_value = (up.flatten(0, 1).any(dim=0) for up in (weights.up_k, weights.up_v))  # [r]
+    return not bool(reads_key.any() and reads_value.any()) or bool((reads_key & reads_value).any())
+
+
 def check_latent_strength(model: ModelSource, strength: float) -> None:
     """Refuse, before the weights are loaded, a strength that a model cannot be run at.
 
@@ -113,9 +119,7 @@ def _ordered_weights(attention: LatentAttention) -> LatentWeights:
                 fix="use one that `mla convert` wrote without a norm, and not --dtype float16, or leave the option out",
             )
         weights = found
-    reads_key, reads_value = (up.flatten(0, 1).any(dim=0) for up in (weights.up_k, weights.up_v))  # [r]
-    if bool(reads_key.any() and reads_value.any()) and not bool((reads_key & reads_value).any()):
-        # What a conversion leaves as it was when there is nothing to drop: the source's keys, then its values.
+    if not channels_ordered(weights):
         raise UsageError(
             "the latent's channels are not ordered: it holds the source's keys and values one after the other",
             where=where,

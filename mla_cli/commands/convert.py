@@ -144,6 +144,22 @@ def convert(
             rich_help_panel=METHOD,
         ),
     ] = False,
+    nested: Annotated[
+        bool,
+        typer.Option(
+            "--nested/--no-nested",
+            help="Heal the first part of each latent too, in every fourth step, for a low --latent-strength.",
+            rich_help_panel=METHOD,
+        ),
+    ] = False,
+    progressive: Annotated[
+        bool,
+        typer.Option(
+            "--progressive",
+            help="Heal at a milder rank first, cut the healed latents to the wanted one, and heal again.",
+            rich_help_panel=METHOD,
+        ),
+    ] = False,
     form: Annotated[
         str,
         typer.Option(
@@ -188,6 +204,9 @@ def convert(
         raise UsageError("--ratio and --kv-lora-rank say the same thing twice", fix="give one of them")
     if ratio is not None and not 1 < ratio < float("inf"):
         raise UsageError(f"a ratio of {ratio} saves nothing", where="--ratio", fix="give a number above 1, e.g. 4")
+    for flag, given in (("--nested", nested), ("--progressive", progressive)):
+        if given and heal == "none":
+            raise UsageError(f"{flag} is a way to heal", where="--heal none", fix=f"use --heal layers, or leave out {flag}")
 
     options.setup_runtime(threads, seed, quiet, debug)
     from mla_cli.checkpoint.writer import parse_size
@@ -220,7 +239,9 @@ def convert(
             steps=heal_steps,
             seed=seed,
             gate=GATE_CHUNKS if gate else (),
+            nested=nested,
         ),
+        progressive=progressive,
         resume=resume,
     )
     if dry_run:
@@ -304,7 +325,19 @@ def summary(report: dict[str, Any], out: Path) -> str:
                 f"  objective    {row['objective']}: {over(row['perplexity'])} in closed form, KL {shown(row['kl'])}"
                 for row in report["objectives"] or ()
             ),
+            *_parts(report["latent_strength"]),
             f"  time         {report['seconds']['total']:.0f} s, peak memory {(report['peak_rss_bytes'] or 0) / 1e9:.1f} GB",
             f'  next         mla generate {shlex.quote(str(out))} "Once upon a time"',
         ]
     )
+
+
+def _parts(rows: list[dict[str, Any]]) -> list[str]:
+    """What a part of the latents costs, on a line."""
+
+    def told(row: dict[str, Any]) -> str:
+        found = row["perplexity"]
+        perplexity = "infinite" if found is None else f"{found:.4g}"
+        return f"{row['strength']:g}: {perplexity} at {row['cache_bytes_per_token']:,} bytes"
+
+    return ["  by strength  " + ", ".join(map(told, rows)) + " (perplexity with --latent-strength)"] if rows else []

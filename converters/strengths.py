@@ -1,0 +1,62 @@
+"""What a part of the latents costs: held-out loss at the strengths that `--latent-strength` may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.checkpoint.latent_strength import channels_ordered, kept_channels
+from mla_cli.converters.closed_form import ticking
+from mla_cli.converters.convert_texts import first
+from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.layer_bank import LayerBank
+from mla_cli.converters.layerwise import Batches, LayerAt
+from mla_cli.converters.plan import ConversionPlan
+from mla_cli.model.decoder import Decoder
+from mla_cli.model.latent_weights import LatentWeights
+
+STRENGTHS = (1.0, 0.75, 0.5, 0.25)
+SEQUENCES = 4  # strengths differ by far more than a few sequences do
+
+
+@dataclass(frozen=True)
+class StrengthLoss:
+    """One strength: numbers cached a token over all layers, and losses on the same text of the model and of the source."""
+
+    strength: float
+    cached_per_token: int
+    loss: Loss
+    source: Loss
+
+
+def losses_by_strength(
+    bank: LayerBank,
+    plan: ConversionPlan,
+    layers: Sequence[LatentWeights],
+    unseen: CalibrationTexts,
+    batches: Batches,
+) -> list[StrengthLoss]:
+    """Losses of a converted model at each strength, on a few held-out sequences; none where its latents have no order."""
+    if any(layer.gate is not None or not channels_ordered(layer) for layer in layers):
+        return []
+    parts = {
+        strength: tuple(layer.narrowed(kept_channels(layer.spec.kv_lora_rank, strength)) for layer in layers)
+        for strength in STRENGTHS
+    }
+    stages: dict[str, tuple[Decoder, LayerAt]] = {"source": (bank.frame, bank.source_layer)}
+    stages |= {str(strength): (bank.frame, bank.latent_layers(part)) for strength, part in parts.items()}
+    few = first(unseen, SEQUENCES)
+    steps = len(batches.rounds(len(few.lengths))) * bank.model.spec.num_layers
+    with ticking("reading parts of the latents", steps) as tick:
+        found = measure(stages, few.sequences, few.lengths, batches, tick=tick)
+    return [
+        StrengthLoss(
+            strength,
+            # Whole, the stock form also caches its constant channels.
+            plan.cached_per_token if strength == 1 else sum(layer.spec.cached_per_token for layer in part),
+            found[str(strength)],
+            found["source"],
+        )
+        for strength, part in parts.items()
+    ]
