@@ -38,7 +38,8 @@ def losses_by_strength(
     batches: Batches,
 ) -> list[StrengthLoss]:
     """Losses of a converted model at each strength, on a few held-out sequences; none where its latents have no order."""
-    if any(layer.gate is not None or not channels_ordered(layer) for layer in layers):
+    # A gate or a norm reads all channels.
+    if any(layer.spec.norm_eps is not None or layer.gate is not None or not channels_ordered(layer) for layer in layers):
         return []
     parts = {
         strength: tuple(layer.narrowed(kept_channels(layer.spec.kv_lora_rank, strength)) for layer in layers)
