@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mla_cli.app import main
+
 SHAPE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.5,
@@ -86,3 +88,9 @@ def save_text(path: Path, characters: int = 4000, seed: int = 0) -> Path:
     rng = random.Random(seed)
     path.write_text("".join(rng.choice("abcdefghijklmnopqrstuvwxyz .,\n") for _ in range(characters)))
     return path
+
+
+def run_convert(source: Path, *more: object) -> int:
+    """Run `mla convert` on `source` into the folder `out` beside it, on 12 sequences of the `text.txt` there."""
+    words = [source, source.parent / "out", "--calib", source.parent / "text.txt", "--samples", 12, "--seq-len", 32]
+    return main(["convert", *map(str, [*words, *more])])

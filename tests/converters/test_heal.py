@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_cli.app import main
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import heal_full
@@ -24,7 +23,7 @@ from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.plan import make_plan
 from mla_cli.converters.student import Student
 from mla_cli.model.decoder import begin_step
-from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
+from tests.tiny import random_tokens, run_convert, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -242,18 +241,8 @@ def test_training_attention_equals_the_usual_one(tmp_path: Path) -> None:
     assert float((outs[0] - outs[1])[0].norm() / outs[0][0].norm()) < 0.03
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    save_tiny(folder)
-    save_tokenizer(folder)
-    save_text(tmp_path / "text.txt")
-    return folder
-
-
 def convert(source: Path, *more: object) -> int:
-    words = [source, source.parent / "out", "--calib", source.parent / "text.txt", "--samples", 12, "--seq-len", 32]
-    return main(["convert", *map(str, [*words, "--ratio", 2, *more])])
+    return run_convert(source, "--ratio", 2, *more)
 
 
 @pytest.mark.parametrize("mode", ["layers", "full"])

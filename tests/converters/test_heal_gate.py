@@ -30,7 +30,7 @@ from mla_cli.model.latent_weights import LatentWeights
 from mla_cli.runtime.engine import open_engine
 from mla_cli.runtime.request import Request
 from mla_cli.runtime.sampling_params import SamplingParams
-from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
+from tests.tiny import random_tokens, save_tiny, save_tokenizer
 
 CPU = torch.device("cpu")
 LAST = 3  # the token that every fourth place holds
@@ -124,15 +124,6 @@ def test_a_new_gate_is_mostly_shut_and_the_same_for_the_same_seed() -> None:
     again: dict[str, Tensor] = fresh_gate(6, seed=3)
     assert all(torch.equal(gate[name], again[name]) for name in gate)
     assert not torch.equal(gate["0.weight"], fresh_gate(6, seed=4)["0.weight"])
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    save_tiny(folder, "llama")
-    save_tokenizer(folder)
-    save_text(tmp_path / "text.txt")
-    return folder
 
 
 def chosen(source: Path, **changes: Any) -> ConvertOptions:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_cli.app import main
 from mla_cli.checkpoint.latent_strength import with_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import latent_norm
@@ -24,7 +23,7 @@ from mla_cli.errors import UsageError
 from mla_cli.model.decoder import Decoder, begin_step
 from mla_cli.model.latent_weights import LatentWeights
 from tests.converters.test_heal import a_student
-from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
+from tests.tiny import random_tokens, run_convert, save_tokenizer
 
 
 def normed_layers(student: Student) -> list[LatentWeights]:
@@ -102,19 +101,9 @@ def test_the_trials_take_their_time_from_the_healing() -> None:
     assert 2 * trial.steps + rest.steps == 50  # type: ignore[operator]
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    save_tiny(folder, "llama")
-    save_tokenizer(folder)
-    save_text(tmp_path / "text.txt")
-    return folder
-
-
 def convert(source: Path, *more: object) -> dict[str, Any]:
-    words = [source, source.parent / "out", "--calib", source.parent / "text.txt", "--samples", 12, "--seq-len", 32]
     shape = ("--preset", "chat", "--kv-lora-rank", 6, "--qk-rope-head-dim", 4)
-    assert main(["convert", *map(str, [*words, *shape, *more])]) == 0
+    assert run_convert(source, *shape, *more) == 0
     return json.loads((source.parent / "out" / "mla_report.json").read_text())
 
 

@@ -8,26 +8,15 @@ from typing import Any, get_args
 
 import pytest
 
-from mla_cli.app import main
 from mla_cli.converters.factorize import Objective
-from tests.tiny import save_text, save_tiny, save_tokenizer
+from tests.tiny import run_convert
 
 NAMES = list(get_args(Objective))
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    save_tiny(folder, "llama")
-    save_tokenizer(folder)
-    save_text(tmp_path / "text.txt")
-    return folder
-
-
 def convert(source: Path, *more: object) -> int:
-    words = [source, source.parent / "out", "--calib", source.parent / "text.txt", "--samples", 12, "--seq-len", 32]
     shape = ("--kv-lora-rank", 8, "--qk-rope-head-dim", 8, "--ranks", "uniform", "--heal", "none", "--force")
-    return main(["convert", *map(str, [*words, *shape, *more])])
+    return run_convert(source, *shape, *more)
 
 
 def report(source: Path) -> dict[str, Any]:

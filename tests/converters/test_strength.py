@@ -28,7 +28,7 @@ from mla_cli.converters.recut import put_in_order, recut
 from mla_cli.converters.student import Student
 from mla_cli.converters.write import write_checkpoint
 from mla_cli.model.latent_weights import LatentWeights
-from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
+from tests.tiny import random_tokens, run_convert, save_tiny
 
 CPU = torch.device("cpu")
 BATCHES = Batches(8, 8)
@@ -185,18 +185,8 @@ def test_reordering_changes_nothing_but_the_order(tmp_path: Path) -> None:
     assert [layer.spec.kv_lora_rank for layer in recut(made.bank, turned, [8, 5], made.texts, BATCHES)] == [8, 5]
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    save_tiny(folder)
-    save_tokenizer(folder)
-    save_text(tmp_path / "text.txt")
-    return folder
-
-
 def convert(source: Path, *more: object) -> int:
-    words = [source, source.parent / "out", "--calib", source.parent / "text.txt", "--samples", 12, "--seq-len", 32]
-    return main(["convert", *map(str, [*words, "--ratio", 2, *more])])
+    return run_convert(source, "--ratio", 2, *more)
 
 
 def read_report(source: Path) -> dict[str, Any]:
@@ -224,8 +214,7 @@ def test_the_report_lists_the_loss_at_every_strength(
 
 def test_latents_without_an_order_have_no_strengths(source: Path) -> None:
     shape = ("--kv-lora-rank", 32, "--qk-rope-head-dim", 8, "--format", "native", "--heal", "none")
-    words = [source, source.parent / "out", "--calib", source.parent / "text.txt", "--samples", 12, "--seq-len", 32]
-    assert main(["convert", *map(str, [*words, *shape])]) == 0
+    assert run_convert(source, *shape) == 0
     assert read_report(source)["latent_strength"] == []
     assert main(["generate", str(source.parent / "out"), "hi", "--latent-strength", "0.5"]) == 2
 
