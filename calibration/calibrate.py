@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from mla_cli.calibration.clipping import choose_clip
 from mla_cli.calibration.observers import LatentObserver, LatentRange, check_complete
 from mla_cli.calibration.passes import measure_cost, watch_latents
 from mla_cli.calibration.report import build_report
-from mla_cli.calibration.texts import CalibrationTexts, split_heldout
+from mla_cli.calibration.texts import CalibrationTexts, hold_out
 from mla_cli.checkpoint.kv_cache import KEY, KvScheme, LayerRange, read_scheme, stored_scheme
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.weight_file import read_json_object
 from mla_cli.checkpoint.writer import CheckpointWriter, check_output, replace_files
 from mla_cli.console import note, progress, warn
-from mla_cli.errors import InputError, MlaError, OutputError, UsageError
+from mla_cli.errors import MlaError, OutputError, UsageError
 from mla_cli.kernels.quantized import CacheDtype, Granularity
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 from mla_cli.model.tokenizer import load_tokenizer
@@ -68,12 +68,7 @@ def calibrate(checkpoint: str, out: Path | None, options: CalibrateOptions, devi
         model, tokenizer, calib=options.calib, samples=options.samples, seq_len=options.seq_len, seed=options.seed,
         device=device,
     )  # fmt: skip
-    fitted, unseen = split_heldout(texts)
-    if not len(unseen.lengths):
-        raise InputError(
-            f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or --calib self"
-        )
-    unseen = _first(unseen, HELD_OUT)
+    fitted, unseen = hold_out(texts, HELD_OUT)
 
     ranges = _ranges(model.spec, watch_latents(model, fitted, dtype=watched_in, device=device), fitted.tokens)
     scheme = _scheme(ranges, fitted, options)
@@ -171,8 +166,3 @@ def _stored_report(folder: Path) -> dict[str, Any]:
 
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
-    lengths = texts.lengths[:count]
-    return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)

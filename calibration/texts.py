@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 from typing import Any, Protocol
@@ -100,6 +100,32 @@ def split_heldout(
         return CalibrationTexts(texts.sequences[rows, :longest], lengths, texts.origin, texts.skipped, texts.requested)
 
     return part(slice(0, kept)), part(slice(kept, count))
+
+
+def hold_out(texts: CalibrationTexts, most: int) -> tuple[CalibrationTexts, CalibrationTexts]:
+    """Sequences for statistics, and at most so many that never enter them.
+
+    Raises:
+        InputError: there is only one sequence.
+    """
+    fitted, unseen = split_heldout(texts)
+    if not len(unseen.lengths):
+        raise InputError(
+            f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or use --calib self"
+        )
+    return fitted, first(unseen, most)
+
+
+def first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
+    """The first `count` sequences."""
+    lengths = texts.lengths[:count]
+    return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)
+
+
+def cut(texts: CalibrationTexts, seq_len: int) -> CalibrationTexts:
+    """At most `seq_len` tokens of each sequence."""
+    lengths = texts.lengths.clamp(max=seq_len)
+    return replace(texts, sequences=texts.sequences[:, : int(lengths.max())], lengths=lengths)
 
 
 def builtin_english() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mla_cli.converters.report_values import mapping, number, numbers, objects, over, shown
+from mla_cli.converters.report_values import mapping, number, numbers, objects, over, shown, span
 
 POINTS = 400  # of a line: more than a screen has room for
 LOG_FROM = 20.0  # largest value over smallest from which a linear axis would hide the small ones
@@ -194,7 +194,7 @@ def _widths(layers: list[Mapping[str, Any]]) -> Chart | None:
         return None
     return Chart(
         "widths", "Cache of each layer", "stacked", "layer", "cached numbers a token",
-        alt="; ".join(f"{name}: {_least_to_most(values)}" for name, values in found),
+        alt="; ".join(f"{name}: {span(values)}" for name, values in found),
         series=tuple(Series(name, columns, values) for name, values in found), whole_x=True,
     )  # fmt: skip
 
@@ -330,11 +330,6 @@ def _at(xs: Sequence[float], ys: Sequence[float | None], place: float | None) ->
     (x1, y1) = min((point for point in known if point[0] >= place), key=lambda point: point[0])
     part = 0.0 if x1 == x0 else (place - x0) / (x1 - x0)
     return y0 * (y1 / y0) ** part if min(y0, y1) > 0 else y0 + (y1 - y0) * part
-
-
-def _least_to_most(values: Sequence[float]) -> str:
-    least, most = min(values), max(values)
-    return shown(least) if least == most else f"{shown(least)} to {shown(most)}"
 
 
 def _range_over_layers(values: Sequence[float | None]) -> str:

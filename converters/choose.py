@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.console import note
 from mla_cli.converters.allocate import choose_common_slots, choose_slots, slot_worth
 from mla_cli.converters.closed_form import Ranks, closed_form
-from mla_cli.converters.convert_texts import first
 from mla_cli.converters.heal_options import check_gate
-from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.held_out import Loss, loss_of
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.options import PILOT_HELD_OUT, PILOT_SAMPLES, ConvertOptions
@@ -20,7 +18,6 @@ from mla_cli.converters.plan import ConversionPlan, Form, choose_form, make_plan
 from mla_cli.converters.presets import check_ratio, choose_ratio, ratios_to_try
 from mla_cli.converters.statistics import SourceStatistics
 from mla_cli.errors import UsageError
-from mla_cli.model.latent_weights import LatentWeights
 
 
 def plan_conversion(model: ModelSource, options: ConvertOptions) -> list[ConversionPlan]:
@@ -131,9 +128,3 @@ def with_slots(bank: LayerBank, plan: ConversionPlan, statistics: list[SourceSta
         return replace(plan, layers=tuple(replace(layer, slots=common) for layer in plan.layers))
     layers = [replace(layer, slots=slots) for layer, slots in zip(plan.layers, choose_slots(worths, count), strict=True)]
     return replace(plan, layers=tuple(layers))
-
-
-def loss_of(bank: LayerBank, layers: Sequence[LatentWeights], texts: CalibrationTexts, batches: Batches) -> Loss:
-    """Held-out loss of the source with these attentions."""
-    stages = {"source": (bank.frame, bank.source_layer), "ours": (bank.frame, bank.latent_layers(layers))}
-    return measure(stages, texts.sequences, texts.lengths, batches)["ours"]

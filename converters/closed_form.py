@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +15,7 @@ from mla_cli.converters.allocate import choose_ranks, turned_energy
 from mla_cli.converters.compensate import Compensated, compensate
 from mla_cli.converters.factorize import Objective, Spectrum, activation_weight, factorize, output_weight
 from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, Tick, steps_in
+from mla_cli.converters.layerwise import Batches, steps_in, ticking
 from mla_cli.converters.plan import ConversionPlan
 from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.rotary_split import Mixing, split_error, split_rotary
@@ -62,23 +61,6 @@ class ClosedForm:
     def at(self, ranks: Sequence[int]) -> tuple[LatentWeights, ...]:
         """The layers narrowed to other ranks, without a refit."""
         return _narrowed(self.wide, ranks, self.moments, weigh_input=self.weigh_input)[0]
-
-
-@contextmanager
-def ticking(description: str, total: int) -> Iterator[Tick]:
-    """A progress bar that a computation advances by calling what it is given."""
-    bar = progress(range(total), description, total=total, unit="layer")
-
-    def tick() -> None:
-        next(bar, None)
-
-    next(bar, None)  # shows the bar at once
-    try:
-        yield tick
-    finally:
-        close = getattr(bar, "close", None)
-        if close is not None:
-            close()
 
 
 def gather_source_statistics(bank: LayerBank, texts: CalibrationTexts, batches: Batches) -> list[SourceStatistics]:

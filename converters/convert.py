@@ -9,31 +9,26 @@ from typing import Any
 
 import torch
 
-from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.disk import remove
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.writer import check_output, replace_files
 from mla_cli.console import note
 from mla_cli.converters.charts import spectrum_points
-from mla_cli.converters.choose import choose_plan, loss_of, plan_conversion, ranks_of, with_ranks, with_slots
-from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics, ticking
-from mla_cli.converters.convert_texts import conversion_texts, first, language_of
+from mla_cli.converters.choose import choose_plan, plan_conversion, ranks_of, with_ranks, with_slots
+from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics
+from mla_cli.converters.convert_texts import conversion_texts, language_of
 from mla_cli.converters.heal_stages import heal_in_stages
-from mla_cli.converters.heal_state import HealState, fingerprint, weights_from
-from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.heal_state import HealState, fingerprint, layers_from
+from mla_cli.converters.held_out import Loss, loss_of, measure_texts, source_and
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.objectives import compare_objectives
 from mla_cli.converters.options import FORWARD_OBJECTIVES, PILOT_HELD_OUT, SPLIT_SAMPLES, ConvertOptions
-from mla_cli.converters.plan import (
-    ConversionPlan,
-    LayerPlan,
-    standard_layers,
-)
+from mla_cli.converters.plan import ConversionPlan, LayerPlan
 from mla_cli.converters.precision import keep_freed_memory
 from mla_cli.converters.progressive import milder_ranks
 from mla_cli.converters.report import Timings, build_report, model_card
-from mla_cli.converters.rotary_split import latent_spec
 from mla_cli.converters.strengths import losses_by_strength
 from mla_cli.converters.write import output_dtype, report_files, write_checkpoint
 from mla_cli.errors import MlaError
@@ -142,15 +137,11 @@ def _fit(
 
     The layers are the closed form at the plan's ranks, or at milder ones for a progressive conversion.
     """
-    earlier = state.load_closed_form()
+    earlier = state.load_layers_and_facts("closed")
     if earlier is not None:
         tensors, facts = earlier
         plan = replace(plans[0], layers=tuple(LayerPlan(r, f, tuple(s)) for r, f, s in facts["plan"]))
-        specs = standard_layers(bank.model.spec)
-        layers = tuple(
-            weights_from(latent_spec(spec, found["up_k"].shape[-1], layer.slots), found)
-            for spec, layer, found in zip(specs, plan.layers, tensors, strict=True)
-        )
+        layers = layers_from(bank.model.spec, plan, tensors)
         timings.seconds.update(facts["seconds"])
         return plan, layers, facts
     with timings.timed("source_statistics"):
@@ -206,32 +197,20 @@ def _fit(
 def _held_out(
     bank: LayerBank, closed: ClosedForm, start: tuple[LatentWeights, ...], unseen: CalibrationTexts, batches: Batches
 ) -> dict[str, Loss]:
-    stages = {
-        "source": (bank.frame, bank.source_layer),
-        "rope_split": (bank.frame, bank.latent_layers(closed.wide)),
-        "closed_form": (bank.frame, bank.latent_layers(closed.narrow)),
-    }
+    layers = {"rope_split": closed.wide, "closed_form": closed.narrow}
     if closed.compensated is not None:
-        stages["compensated"] = (bank.frame, bank.latent_layers(closed.layers))
+        layers["compensated"] = closed.layers
     if start is not closed.layers:
-        stages["milder_closed_form"] = (bank.frame, bank.latent_layers(start))
-    steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
-    with ticking("checking the closed form on held-out text", steps) as tick:
-        return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
+        layers["milder_closed_form"] = start
+    return measure_texts("checking the closed form on held-out text", source_and(bank, layers), unseen, batches)
 
 
 def _held_out_final(
     bank: LayerBank, layers: tuple[LatentWeights, ...], unseen: CalibrationTexts, batches: Batches, out: Path
 ) -> dict[str, Loss]:
     written = LayerBank(open_model(str(out.resolve())), bank.device)
-    stages = {
-        "source": (bank.frame, bank.source_layer),
-        "computed": (bank.frame, bank.latent_layers(layers)),
-        "final": (written.frame, written.source_layer),
-    }
-    steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
-    with ticking("checking the file on held-out text", steps) as tick:
-        return measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
+    stages = {**source_and(bank, {"computed": layers}), "final": (written.frame, written.source_layer)}
+    return measure_texts("checking the file on held-out text", stages, unseen, batches)
 
 
 def _verify(held_out: dict[str, Loss], out: Path) -> dict[str, Any]:

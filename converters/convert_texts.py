@@ -10,7 +10,7 @@ import torch
 
 from mla_cli.calibration.choose_texts import choose_texts
 from mla_cli.calibration.language import identify, tokenizer_languages, warn_other_language
-from mla_cli.calibration.texts import CalibrationTexts, split_heldout
+from mla_cli.calibration.texts import CalibrationTexts, cut, first, hold_out
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.console import warn
 from mla_cli.converters.heal_options import HEAL_LENGTHS, HEAL_SAMPLES, chunks_within
@@ -60,12 +60,7 @@ def conversion_texts(
         seq_len=seq_len, seed=options.seed, device=device, preset=options.preset,
         enough=math.ceil(options.samples * options.seq_len / seq_len) if more else None,
     )  # fmt: skip
-    healing, unseen = split_heldout(texts)
-    if not len(unseen.lengths):
-        raise InputError(
-            f"one calibration sequence is not enough ({texts.origin})", fix="give more text, or use --calib self"
-        )
-    unseen = first(unseen, HELD_OUT)
+    healing, unseen = hold_out(texts, HELD_OUT)
     if chunk and min(int(healing.lengths.max()), int(unseen.lengths.max())) <= chunk:
         raise InputError(
             f"a gate over chunks of {chunk} tokens learns from longer sequences, and there are none ({texts.origin})",
@@ -87,12 +82,6 @@ def language_of(tokenizer: Any, fitted: CalibrationTexts, preset: str) -> dict[s
     return {"name": found.name, "share": found.share, "confident": found.confident}
 
 
-def first(texts: CalibrationTexts, count: int) -> CalibrationTexts:
-    """The first `count` sequences."""
-    lengths = texts.lengths[:count]
-    return replace(texts, sequences=texts.sequences[:count, : int(lengths.max())], lengths=lengths)
-
-
 def pieces(texts: CalibrationTexts, seq_len: int, opening: int | None) -> CalibrationTexts:
     """Every sequence in pieces of `seq_len` tokens; a rest of less than half of that is left out.
 
@@ -110,9 +99,3 @@ def pieces(texts: CalibrationTexts, seq_len: int, opening: int | None) -> Calibr
             found.append(piece)
     lengths = torch.tensor([len(piece) for piece in found], dtype=torch.int64)
     return replace(texts, sequences=torch.nn.utils.rnn.pad_sequence(found, batch_first=True), lengths=lengths)
-
-
-def cut(texts: CalibrationTexts, seq_len: int) -> CalibrationTexts:
-    """At most `seq_len` tokens of each sequence."""
-    lengths = texts.lengths.clamp(max=seq_len)
-    return replace(texts, sequences=texts.sequences[:, : int(lengths.max())], lengths=lengths)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.calibration.texts import CalibrationTexts, cut, first
 from mla_cli.checkpoint.load import ModelSource, load_decoder
-from mla_cli.console import note, progress
+from mla_cli.console import note
 from mla_cli.converters.heal_data import Reader
 from mla_cli.converters.heal_full import FullHealing
 from mla_cli.converters.heal_layers import LayersHealing
 from mla_cli.converters.heal_options import CHECK_SEQUENCES, CHECK_TOKENS, HealOptions
 from mla_cli.converters.heal_state import HealState
+from mla_cli.converters.layerwise import ticking
 from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.student import Student
 from mla_cli.model.latent_weights import LatentWeights
@@ -64,10 +65,10 @@ def heal(
         return _layers(student, fitted, unseen, options, state)
     # Layers first: a vector a token teaches a layer faster than a word teaches all of them (docs/decisions/0003).
     shared = replace(options, minutes=LAYERS_SHARE * options.minutes)
-    first = _layers(student, fitted, unseen, shared, state)
+    by_layer = _layers(student, fitted, unseen, shared, state)
     rest = replace(options, minutes=(1 - LAYERS_SHARE) * options.minutes)
-    healed = _full(Student(decoder, first.layers), fitted, unseen, rest, state, opening)
-    return replace(healed, layer_errors=first.layer_errors)
+    healed = _full(Student(decoder, by_layer.layers), fitted, unseen, rest, state, opening)
+    return replace(healed, layer_errors=by_layer.layer_errors)
 
 
 def _layers(
@@ -78,17 +79,8 @@ def _layers(
     healing = LayersHealing(
         student, _first(fitted, count, LAYER_LENGTH), _first(unseen, LAYER_CHECK_SEQUENCES, LAYER_LENGTH), options
     )
-    bar = progress(range(len(student.learning)), "healing", unit="layer")
-    ticks = iter(bar)
-    next(ticks, None)
-
-    def tick(text: str) -> None:
-        describe = getattr(bar, "set_postfix_str", None)
-        if describe is not None:
-            describe(text)
-        next(ticks, None)
-
-    healing.run(state.load_layers(student), state.save_layer, tick)
+    with ticking("healing", len(student.learning)) as tick:
+        healing.run(state.load_layers(student), state.save_layer, tick)
     records = healing.records
     return Healed(
         student.result(),
@@ -111,21 +103,16 @@ def _full(
     if earlier is not None:
         healing.restore(earlier)
         note(f"going on from step {healing.progress.step}")
-    total = 1000
-    bar = progress(range(total), "healing", total=total, unit="‰")
-    ticks = iter(bar)
-    done = 0
+    total, done = 1000, 0
+    with ticking("healing", total, unit="‰") as tick:
 
-    def tick(fraction: float, text: str) -> None:
-        nonlocal done
-        describe = getattr(bar, "set_postfix_str", None)
-        if describe is not None:
-            describe(text, refresh=False)
-        while done < min(total, int(fraction * total)):
-            next(ticks, None)
-            done += 1
+        def reached(fraction: float, text: str) -> None:
+            nonlocal done
+            while done < min(total, int(fraction * total)):
+                tick(text)
+                done += 1
 
-    healing.run(state.save_full, tick)
+        healing.run(state.save_full, reached)
     p = healing.progress
     note(
         f"healed on {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes: held-out KL {p.curve[0]['heldout_kl']:.4f} to "
@@ -142,6 +129,6 @@ def _gains(student: Student) -> list[float]:
     return [student.layer(i)[1].gain() for i in range(len(student.learning))]
 
 
-def _first(texts: CalibrationTexts, count: int, tokens: int = 1 << 30) -> tuple[Tensor, Tensor]:
-    lengths = texts.lengths[:count].clamp(max=tokens)
-    return texts.sequences[:count, : int(lengths.max())], lengths
+def _first(texts: CalibrationTexts, count: int, tokens: int) -> tuple[Tensor, Tensor]:
+    part = cut(first(texts, count), tokens)
+    return part.sequences, part.lengths

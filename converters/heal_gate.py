@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import ModelSource, load_decoder
 from mla_cli.console import note
-from mla_cli.converters.closed_form import ticking
 from mla_cli.converters.heal_full import heldout_divergence
-from mla_cli.converters.heal_layers import States, relative_error
+from mla_cli.converters.heal_layers import States, attention_error, mean_error
 from mla_cli.converters.heal_options import CLIP_NORM, GATE_SHARE, HealOptions, chunks_within
 from mla_cli.converters.heal_state import HealState
+from mla_cli.converters.layerwise import ticking
 from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.student import Student
 from mla_cli.model.latent_gate import LatentGate
@@ -128,7 +128,7 @@ class _Trial:
 
     def run(self, seconds: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The gate's tensors (none where it does not help), and its record."""
-        before = self._error()
+        before = mean_error(self.student, self.index, self.judge)
         seed = self.options.seed * 1_000_003 + self.index
         gate = fresh_gate(self.plain.spec.kv_lora_rank, seed)
         generator = torch.Generator().manual_seed(seed)
@@ -138,14 +138,14 @@ class _Trial:
             adam = torch.optim.Adam(parameters, lr=RATE, weight_decay=L2, fused=True)
             while self._fraction(step, time.monotonic() - begun, seconds) < number / len(self.chunks):
                 row = torch.randint(len(self.learn.lengths), (1,), generator=generator)
-                self._loss(self.learn, row).backward()
+                attention_error(self.student, self.index, self.learn, row).backward()
                 if not bool(torch.isfinite(nn.utils.clip_grad_norm_(parameters, CLIP_NORM))):
                     break  # what was learned so far is judged
                 adam.step()
                 adam.zero_grad()
                 step += 1
             gate = self._gate()
-        after = self._error()
+        after = mean_error(self.student, self.index, self.judge)
         kept = after < before
         return gate if kept else {}, {"before": before, "after": after, "kept": kept, "steps": step}
 
@@ -162,16 +162,6 @@ class _Trial:
     def _gate(self) -> dict[str, Tensor]:
         _, learning = self.student.layer(self.index)
         return {name: tensor.detach().clone() for name, tensor in learning.attention.latent_gate.state_dict().items()}
-
-    def _loss(self, states: States, rows: Tensor) -> Tensor:
-        given, target, behind, valid, step = states.attention(self.index, rows)
-        _, learning = self.student.layer(self.index)
-        return relative_error(learning(given, step, working=learning.working(given.dtype)), target, behind, valid)
-
-    @torch.no_grad()
-    def _error(self) -> float:
-        count = len(self.judge.lengths)
-        return sum(float(self._loss(self.judge, torch.tensor([row]))) for row in range(count)) / count
 
 
 def fresh_gate(channels: int, seed: int) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class LayersHealing:
         _, learning = self.student.layer(index)
         masters = dict(learning.named_parameters())
         first = {name: master.detach().clone() for name, master in masters.items()}
-        before = self._error(index)
+        before = mean_error(self.student, index, self.unseen)
         scales = self._scales(index)
         groups = [{"params": [p], "lr": 0.0, "scale": scales[name]} for name, p in masters.items()]
         adam = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=1e-12, fused=True)
@@ -105,7 +105,8 @@ class LayersHealing:
             if len(order) < rows_per_step:
                 order = torch.randperm(len(self.fitted.lengths), generator=generator)
             rows, order = order[:rows_per_step], order[rows_per_step:]
-            loss = self._loss(index, self.fitted, rows, strength_at(step, nested=self.options.nested))
+            strength = strength_at(step, nested=self.options.nested)
+            loss = attention_error(self.student, index, self.fitted, rows, strength)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(list(masters.values()), CLIP_NORM)
             if not bool(torch.isfinite(norm)):
@@ -117,7 +118,7 @@ class LayersHealing:
             adam.step()
             adam.zero_grad()
             step += 1
-        after = self._error(index)
+        after = mean_error(self.student, index, self.unseen)
         if not after < before:  # never worse than the closed form
             with torch.no_grad():
                 for name, master in masters.items():
@@ -125,34 +126,30 @@ class LayersHealing:
             after = before
         return LayerHealing(before, after, step, learning.gain())
 
-    def _loss(self, index: int, states: States, rows: Tensor, strength: float = 1.0) -> Tensor:
-        """`relative_error` of some rows, at a strength of the latent."""
-        given, target, behind, valid, step = states.attention(index, rows)
-        _, learning = self.student.layer(index)
-        found = learning(given, step, working=learning.working(given.dtype, strength))
-        return relative_error(found, target, behind, valid)
-
-    @torch.no_grad()
-    def _error(self, index: int) -> float:
-        count = len(self.unseen.lengths)
-        losses = [float(self._loss(index, self.unseen, torch.tensor([row]))) for row in range(count)]
-        return sum(losses) / count
-
     def _scales(self, index: int) -> dict[str, float]:
         _, learning = self.student.layer(index)
         given, _, _, _, step = self.fitted.attention(index, torch.tensor([0]))
         return output_scales(learning, lambda: learning(given, step, working=learning.working(given.dtype)))
 
 
-def relative_error(found: Tensor, target: Tensor, behind: Tensor, valid: Tensor) -> Tensor:
-    """Squared error of the hidden state after attention over the power of the source's attention output.
+def attention_error(student: Student, index: int, states: States, rows: Tensor, strength: float = 1.0) -> Tensor:
+    """Squared error of the hidden state after a layer's attention over the power of the source's attention output.
 
     Args:
-        found, target: attention outputs of ours and of the source, `[B, T, D]`; behind: see `States.attention`.
-        valid: `[B, T]` tokens that count.
+        rows: which sequences of `states`. strength: share of the latent that works.
     """
+    given, target, behind, valid, step = states.attention(index, rows)
+    _, learning = student.layer(index)
+    found = learning(given, step, working=learning.working(given.dtype, strength))  # [B, T, D]
     error = (found.float() - target - behind)[valid].square().sum()
     return error / target[valid].square().sum().clamp(min=1e-12)
+
+
+@torch.no_grad()
+def mean_error(student: Student, index: int, states: States) -> float:
+    """`attention_error`, each sequence by itself, on average."""
+    count = len(states.lengths)
+    return sum(float(attention_error(student, index, states, torch.tensor([row]))) for row in range(count)) / count
 
 
 class States:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mla_cli.errors import UsageError
@@ -60,6 +60,18 @@ class HealOptions:
     seed: int = 0
     gate: tuple[int, ...] = ()
     nested: bool = False
+
+    def divided(self, share: float, times: int = 1) -> tuple[HealOptions, HealOptions]:
+        """What each of some parts gets of the time or of the steps, and what is left after so many of them."""
+        minutes = share * self.minutes
+        steps = left = None
+        if self.steps is not None:
+            steps = max(1, round(share * self.steps))
+            left = max(1, self.steps - times * steps)
+        return (
+            replace(self, minutes=minutes, steps=steps),
+            replace(self, minutes=self.minutes - times * minutes, steps=left),
+        )
 
 
 def chunks_within(options: HealOptions, context: int) -> tuple[int, ...]:

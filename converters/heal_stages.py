@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from mla_cli.converters.convert_texts import ConversionTexts, first
+from mla_cli.calibration.texts import first
+from mla_cli.converters.convert_texts import ConversionTexts
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_gate import gate_line, learn_gates, shared_with_gate
 from mla_cli.converters.heal_state import HealState

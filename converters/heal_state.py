@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from mla_cli.checkpoint.disk import disk_error
 from mla_cli.converters.heal_layers import HealedLayer, LayerHealing
+from mla_cli.converters.plan import ConversionPlan, standard_layers
+from mla_cli.converters.rotary_split import latent_spec
 from mla_cli.converters.student import Student
 from mla_cli.errors import InputError, UsageError
 from mla_cli.model.latent_weights import LatentWeights
-from mla_cli.model.spec import LatentAttentionSpec
+from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
 TENSORS = ("q", "q_bias", "down", "down_bias", "up_k", "up_v", "out", "out_bias")
 
@@ -58,23 +61,18 @@ class HealState:
         own._prefix = f"{name}-"
         return own
 
-    def save_cut(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
-        """Keep what the first stage of a progressive conversion made, and what the report says of it."""
-        self._write("cut", {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
-
-    def load_cut(self) -> tuple[list[dict[str, Tensor]], Any] | None:
-        """What `save_cut` kept."""
-        found = self._read("cut")
-        return None if found is None else (found["layers"], json.loads(found["facts"]))
-
     def save_closed_form(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
-        """Keep what steps 1 to 3 made, and what the report says of them."""
+        """Keep what steps 1 to 3 made, and what the report says of them: from here on a run can be resumed."""
         self._write("key", {"key": self.key})
-        self._write("closed", {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
+        self.save_layers_and_facts("closed", layers, facts)
 
-    def load_closed_form(self) -> tuple[list[dict[str, Tensor]], Any] | None:
-        """What `save_closed_form` kept."""
-        found = self._read("closed")
+    def save_layers_and_facts(self, name: str, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
+        """Keep what a stage made, and what the report says of it."""
+        self._write(name, {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
+
+    def load_layers_and_facts(self, name: str) -> tuple[list[dict[str, Tensor]], Any] | None:
+        """What `save_layers_and_facts` (or, under `closed`, `save_closed_form`) kept; see `layers_from`."""
+        found = self._read(name)
         return None if found is None else (found["layers"], json.loads(found["facts"]))
 
     def save_full(self, state: dict[str, Any]) -> None:
@@ -156,6 +154,16 @@ def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> Laten
         out_bias=tensors["out_bias"],
         norm=norm,
     ).with_needed_biases()
+
+
+def layers_from(
+    source: DecoderSpec, plan: ConversionPlan, tensors: Sequence[dict[str, Tensor]]
+) -> tuple[LatentWeights, ...]:
+    """The layers of a conversion with these tensors, which say their ranks."""
+    return tuple(
+        weights_from(latent_spec(spec, found["up_k"].shape[-1], layer.slots), found)
+        for spec, layer, found in zip(standard_layers(source), plan.layers, tensors, strict=True)
+    )
 
 
 def _tensors(weights: LatentWeights) -> dict[str, Tensor]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_cli.converters.layerwise import Batches, LayerAt, Tick
+from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.converters.layer_bank import LayerBank
+from mla_cli.converters.layerwise import Batches, LayerAt, Tick, steps_in, ticking
 from mla_cli.model.decoder import Decoder, begin_step
+from mla_cli.model.latent_weights import LatentWeights
 
 SCORED_AT_ONCE = 256  # tokens whose logits are held at a time
 
@@ -63,6 +66,26 @@ def measure(
             for row in range(tokens.shape[0]):
                 _score(frames, hidden, tokens[row], int(counts[row]), row, sums)
     return {name: Loss(nll / max(1, n), kl / max(1, n), int(n)) for name, (nll, kl, n) in sums.items()}
+
+
+def measure_texts(
+    description: str, stages: Mapping[str, tuple[Decoder, LayerAt]], texts: CalibrationTexts, batches: Batches
+) -> dict[str, Loss]:
+    """`measure` with a progress bar."""
+    layers = next(iter(stages.values()))[0].spec.num_layers
+    with ticking(description, steps_in(batches, len(texts.lengths), layers, backward=False)) as tick:
+        return measure(stages, texts.sequences, texts.lengths, batches, tick=tick)
+
+
+def source_and(bank: LayerBank, variants: Mapping[str, Sequence[LatentWeights]]) -> dict[str, tuple[Decoder, LayerAt]]:
+    """Stages: the source, and the source with each of these attentions."""
+    attentions = {name: (bank.frame, bank.latent_layers(layers)) for name, layers in variants.items()}
+    return {"source": (bank.frame, bank.source_layer), **attentions}
+
+
+def loss_of(bank: LayerBank, layers: Sequence[LatentWeights], texts: CalibrationTexts, batches: Batches) -> Loss:
+    """Held-out loss of the source with these attentions."""
+    return measure(source_and(bank, {"ours": layers}), texts.sequences, texts.lengths, batches)["ours"]
 
 
 def _score(

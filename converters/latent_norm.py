@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.console import note
-from mla_cli.converters.choose import loss_of
-from mla_cli.converters.convert_texts import first
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.heal_state import HealState
+from mla_cli.converters.held_out import loss_of
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches, run
 from mla_cli.model.attention import Record
@@ -98,13 +97,8 @@ def norm_line(record: dict[str, Any]) -> str:
 
 def shared(options: HealOptions) -> tuple[HealOptions, HealOptions]:
     """Options of each of the two trials, and of the healing after them."""
-    minutes, steps = TRIAL_SHARE * options.minutes, None
-    left = None
-    if options.steps is not None:
-        steps = max(1, round(TRIAL_SHARE * options.steps))
-        left = max(1, options.steps - 2 * steps)
-    trial = replace(options, mode="layers", minutes=minutes, steps=steps)
-    return trial, replace(options, minutes=options.minutes - 2 * minutes, steps=left)
+    trial, rest = options.divided(TRIAL_SHARE, times=2)
+    return replace(trial, mode="layers"), rest
 
 
 def latent_power(

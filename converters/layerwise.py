@@ -6,12 +6,15 @@ large as the memory given to it. Padding and what follows a sequence's end never
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mla_cli.console import progress_bar
 from mla_cli.converters.precision import computing_in
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Record
@@ -23,6 +26,12 @@ ForwardObserver = Callable[[int, Record, Tensor], None]
 # The same with the gradient of the loss with respect to the latent, `[B, T, r]`.
 GradientObserver = Callable[[int, Record, Tensor, Tensor], None]
 Tick = Callable[[], None]
+
+
+class ToldTick(Protocol):
+    """A tick that may say how things stand."""
+
+    def __call__(self, text: str = "") -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,19 @@ class Batches:
         """Slices of the sequences, one a round."""
         step = self.sequences_per_round
         return [slice(i, min(i + step, sequences)) for i in range(0, sequences, step)]
+
+
+@contextmanager
+def ticking(description: str, total: int, unit: str = "layer") -> Iterator[ToldTick]:
+    """A progress bar that a computation advances by calling what it is given."""
+    with progress_bar(description, total, unit) as bar:
+
+        def tick(text: str = "") -> None:
+            if text:
+                bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        yield tick
 
 
 def steps_in(batches: Batches, sequences: int, layers: int, *, backward: bool) -> int:

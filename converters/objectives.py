@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.converters.closed_form import ClosedForm, Moments, objective_moments, ticking, weighs_input
+from mla_cli.converters.closed_form import ClosedForm, Moments, objective_moments, weighs_input
 from mla_cli.converters.factorize import Objective, factorize
-from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.held_out import Loss, measure_texts
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches, LayerAt
 from mla_cli.converters.report import finite
@@ -46,9 +46,7 @@ def compare_objectives(
         moments, _ = objective_moments(bank, closed.wide, statistics, texts, batches, name, seed=seed)
         seconds[name] = time.monotonic() - begun
         stages[name] = (bank.frame, _fitted(bank, closed, moments, weigh_input=weighs_input(name)))
-    steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
-    with ticking("comparing objectives", steps) as tick:
-        found = measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
+    found = measure_texts("comparing objectives", stages, unseen, batches)
     losses.update((name, found[name]) for name in OBJECTIVES if name in found)
     return [
         {

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note
-from mla_cli.converters.closed_form import ticking
 from mla_cli.converters.heal import Healed, heal
 from mla_cli.converters.heal_options import HealOptions
-from mla_cli.converters.heal_state import HealState, weights_from
-from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.heal_state import HealState, layers_from
+from mla_cli.converters.held_out import Loss, measure_texts, source_and
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
-from mla_cli.converters.plan import ConversionPlan, standard_layers
+from mla_cli.converters.plan import ConversionPlan
 from mla_cli.converters.recut import recut
-from mla_cli.converters.rotary_split import latent_spec
+from mla_cli.converters.report_values import span
 from mla_cli.model.latent_weights import LatentWeights
 
 FIRST_SHARE = 0.5  # of the time, or of the steps
@@ -37,12 +36,7 @@ def milder_ranks(plan: ConversionPlan, whole: Sequence[int]) -> tuple[int, ...]:
 
 def shared_options(options: HealOptions) -> tuple[HealOptions, HealOptions]:
     """What each of the two stages gets of the time, or of the steps."""
-    first = None if options.steps is None else max(1, round(FIRST_SHARE * options.steps))
-    second = None if options.steps is None or first is None else max(1, options.steps - first)
-    return (
-        replace(options, minutes=FIRST_SHARE * options.minutes, steps=first),
-        replace(options, minutes=(1 - FIRST_SHARE) * options.minutes, steps=second),
-    )
+    return options.divided(FIRST_SHARE)
 
 
 def heal_and_cut(
@@ -68,38 +62,25 @@ def heal_and_cut(
     Returns:
         The cut layers with the record of their healing, and held-out losses before (`milder_healed`) and after the cut (`cut`).
     """
-    earlier = state.load_cut()
+    earlier = state.load_layers_and_facts("cut")
     if earlier is not None:
         tensors, facts = earlier
-        cut = tuple(
-            weights_from(latent_spec(source, layer.fitted_rank, layer.slots), found)
-            for source, layer, found in zip(standard_layers(bank.model.spec), plan.layers, tensors, strict=True)
-        )
+        cut = layers_from(bank.model.spec, plan, tensors)
         return Healed(cut, (), facts["record"]), {name: Loss(**loss) for name, loss in facts["losses"].items()}
     ranks = [layer.spec.kv_lora_rank for layer in layers]
-    note(f"first stage: latents of {_told(ranks)}")
+    note(f"first stage: latents of {span(ranks)}")
     healed = heal(
         bank.model, layers, healing, long_unseen, options, state.stage("milder"), device=bank.device, opening=opening
     )
     final = [layer.fitted_rank for layer in plan.layers]
     cut = recut(bank, healed.layers, final, fitted, batches, seed=options.seed)
-    stages = {
-        "source": (bank.frame, bank.source_layer),
-        "milder_healed": (bank.frame, bank.latent_layers(healed.layers)),
-        "cut": (bank.frame, bank.latent_layers(cut)),
-    }
-    steps = len(batches.rounds(len(unseen.lengths))) * bank.model.spec.num_layers
-    with ticking("checking the cut on held-out text", steps) as tick:
-        losses = measure(stages, unseen.sequences, unseen.lengths, batches, tick=tick)
+    stages = source_and(bank, {"milder_healed": healed.layers, "cut": cut})
+    losses = measure_texts("checking the cut on held-out text", stages, unseen, batches)
     del losses["source"]
     note(
-        f"second stage: latents of {_told(final)}; KL {losses['milder_healed'].kl:.4f} before the cut, "
+        f"second stage: latents of {span(final)}; KL {losses['milder_healed'].kl:.4f} before the cut, "
         f"{losses['cut'].kl:.4f} after it"
     )
     record: dict[str, object] = {**healed.record, "kv_lora_rank": ranks}
-    state.save_cut(cut, {"record": record, "losses": {name: asdict(loss) for name, loss in losses.items()}})
+    state.save_layers_and_facts("cut", cut, {"record": record, "losses": {name: asdict(loss) for name, loss in losses.items()}})
     return Healed(cut, (), record), losses
-
-
-def _told(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(set(ranks)) == 1 else f"{min(ranks)} to {max(ranks)}"

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.checkpoint.latent_strength import kept_channels
 from mla_cli.console import note
-from mla_cli.converters.choose import loss_of
 from mla_cli.converters.closed_form import measure_latents
 from mla_cli.converters.factorize import factorize
+from mla_cli.converters.held_out import measure, source_and
 from mla_cli.converters.layer_bank import LayerBank
 from mla_cli.converters.layerwise import Batches
+from mla_cli.converters.strengths import parts_of
 from mla_cli.model.latent_weights import LatentWeights
 
 # Sequences whose gradients order the channels of a healed model: few, since at full width nothing is at stake.
@@ -66,12 +66,9 @@ def put_in_order(
     """
     whole = [layer.spec.kv_lora_rank for layer in layers]
     ordered = recut(bank, layers, whole, texts, batches, seed=seed)
-    before, after = (
-        loss_of(
-            bank, [layer.narrowed(kept_channels(layer.spec.kv_lora_rank, JUDGED_AT)) for layer in those], probe, batches
-        ).kl
-        for those in (layers, ordered)
-    )
+    halves = {"healed": parts_of(layers, JUDGED_AT), "ordered": parts_of(ordered, JUDGED_AT)}
+    found = measure(source_and(bank, halves), probe.sequences, probe.lengths, batches)
+    before, after = found["healed"].kl, found["ordered"].kl
     note(
         f"half of each latent: KL {before:.4f} as healed, {after:.4f} re-ordered: {'taken' if after < before else 'not taken'}"
     )

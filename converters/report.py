@@ -16,6 +16,7 @@ import torch
 from mla_cli import __version__
 from mla_cli.converters.held_out import Loss
 from mla_cli.converters.plan import ConversionPlan
+from mla_cli.converters.report_values import span
 from mla_cli.converters.strengths import StrengthLoss
 
 # Stages of a progressive conversion, in their order.
@@ -213,9 +214,7 @@ def _strength_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def over_layers(report: dict[str, Any], key: str) -> str:
     """A width of all layers: one number where they are alike, else the least and the most."""
-    widths = [layer[key] for layer in report["layers"]]
-    least, most = min(widths), max(widths)
-    return str(least) if least == most else f"{least} to {most}"
+    return span([layer[key] for layer in report["layers"]])
 
 
 def _number(value: float | None) -> str:

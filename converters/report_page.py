@@ -14,7 +14,7 @@ from typing import Any
 from mla_cli.converters.chart_svg import STYLE as CHART_STYLE
 from mla_cli.converters.chart_svg import svg
 from mla_cli.converters.charts import Chart, charts, stages
-from mla_cli.converters.report_values import increase, mapping, number, numbers, objects, over, shown
+from mla_cli.converters.report_values import increase, mapping, number, numbers, objects, over, shown, span
 
 PAGE, PICTURE = "mla_report.html", "mla_report.png"
 LONGEST_TITLE = 90
@@ -196,8 +196,7 @@ def _healed(healing: Mapping[str, Any]) -> str:
         told += f" Trained on {shown(curve[-1]['tokens'])} tokens in {shown(curve[-1].get('minutes'), '?')} minutes."
     ranks = [rank for rank in numbers(mapping(healing.get("milder")).get("kv_lora_rank")) if rank is not None]
     if ranks:
-        least, most = shown(min(ranks)), shown(max(ranks))
-        told += f" In two stages: first with latents of {least if least == most else f'{least} to {most}'} channels."
+        told += f" In two stages: first with latents of {span(ranks)} channels."
     return f"<p>{escape(told)}</p>"
 
 

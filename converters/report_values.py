@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -25,6 +25,12 @@ def shown(value: object, absent: str = "infinite") -> str:
     if known is None:
         return absent
     return f"{known:,.0f}" if 1e4 <= abs(known) < 1e9 else f"{known:.4g}"
+
+
+def span(values: Sequence[float]) -> str:
+    """One number where all are alike, else the least and the most."""
+    least, most = shown(min(values)), shown(max(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def over(value: object, base: object) -> str:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.latent_strength import channels_ordered, kept_channels
-from mla_cli.converters.closed_form import ticking
-from mla_cli.converters.convert_texts import first
-from mla_cli.converters.held_out import Loss, measure
+from mla_cli.converters.held_out import Loss, measure_texts, source_and
 from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, LayerAt
+from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.plan import ConversionPlan
-from mla_cli.model.decoder import Decoder
 from mla_cli.model.latent_weights import LatentWeights
 
 STRENGTHS = (1.0, 0.75, 0.5, 0.25)
@@ -30,6 +27,11 @@ class StrengthLoss:
     source: Loss
 
 
+def parts_of(layers: Sequence[LatentWeights], strength: float) -> tuple[LatentWeights, ...]:
+    """The layers with the first channels of their latents alone, as `--latent-strength` reads them."""
+    return tuple(layer.narrowed(kept_channels(layer.spec.kv_lora_rank, strength)) for layer in layers)
+
+
 def losses_by_strength(
     bank: LayerBank,
     plan: ConversionPlan,
@@ -41,16 +43,9 @@ def losses_by_strength(
     # A gate or a norm reads all channels.
     if any(layer.spec.norm_eps is not None or layer.gate is not None or not channels_ordered(layer) for layer in layers):
         return []
-    parts = {
-        strength: tuple(layer.narrowed(kept_channels(layer.spec.kv_lora_rank, strength)) for layer in layers)
-        for strength in STRENGTHS
-    }
-    stages: dict[str, tuple[Decoder, LayerAt]] = {"source": (bank.frame, bank.source_layer)}
-    stages |= {str(strength): (bank.frame, bank.latent_layers(part)) for strength, part in parts.items()}
-    few = first(unseen, SEQUENCES)
-    steps = len(batches.rounds(len(few.lengths))) * bank.model.spec.num_layers
-    with ticking("reading parts of the latents", steps) as tick:
-        found = measure(stages, few.sequences, few.lengths, batches, tick=tick)
+    parts = {strength: parts_of(layers, strength) for strength in STRENGTHS}
+    stages = source_and(bank, {str(strength): part for strength, part in parts.items()})
+    found = measure_texts("reading parts of the latents", stages, first(unseen, SEQUENCES), batches)
     return [
         StrengthLoss(
             strength,

@@ -39,8 +39,18 @@ def progress(items: Iterable[T], description: str, *, total: int | None = None, 
     """Iterate with a progress bar on stderr (none where stderr is not a terminal or `--quiet` is set)."""
     from tqdm import tqdm
 
-    silent = _quiet or not sys.stderr.isatty()
-    yield from tqdm(items, desc=description, total=total, unit=unit, disable=silent, leave=False, file=sys.stderr)
+    yield from tqdm(items, desc=description, total=total, unit=unit, disable=_silent(), leave=False, file=sys.stderr)
+
+
+def progress_bar(description: str, total: int, unit: str) -> Any:
+    """The same bar (tqdm's) for work that is no iteration: `update()` advances it; a context that closes it."""
+    from tqdm import tqdm
+
+    return tqdm(desc=description, total=total, unit=unit, disable=_silent(), leave=False, file=sys.stderr)
+
+
+def _silent() -> bool:
+    return _quiet or not sys.stderr.isatty()
 
 
 def note(text: str) -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.texts import CalibrationTexts, load_texts, split_heldout
+from mla_cli.calibration.texts import CalibrationTexts, first, load_texts, split_heldout
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.allocate import choose_common_slots, slot_worth, turned_energy
 from mla_cli.converters.closed_form import gather_source_statistics
 from mla_cli.converters.compensate import compensate
-from mla_cli.converters.convert_texts import first
 from mla_cli.converters.factorize import covariance, factorize
 from mla_cli.converters.held_out import measure
 from mla_cli.converters.layer_bank import LayerBank

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import torch
 
-from mla_cli.calibration.texts import load_texts, split_heldout
+from mla_cli.calibration.texts import first, load_texts, split_heldout
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.choose import with_slots
 from mla_cli.converters.closed_form import closed_form, gather_source_statistics
-from mla_cli.converters.convert_texts import first
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.heal_state import HealState

@@ -17,30 +17,37 @@ import time
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.texts import CalibrationTexts, load_texts, split_heldout
+from mla_cli.calibration.texts import CalibrationTexts, cut, first, load_texts, split_heldout
 from mla_cli.checkpoint.deepseek_form import weights_of_stock
 from mla_cli.checkpoint.load import load_decoder, open_model
-from mla_cli.converters.convert_texts import cut, first
 from mla_cli.converters.heal_data import Reader
 from mla_cli.converters.heal_full import FullHealing, heldout_divergence
-from mla_cli.converters.heal_layers import LayersHealing
+from mla_cli.converters.heal_layers import LayersHealing, States
 from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.precision import fast_dtype, keep_freed_memory
 from mla_cli.converters.student import Student
-from mla_cli.model.attention import LatentAttention
+from mla_cli.model.attention import LatentAttention, Step
 from mla_cli.model.decoder import Decoder, DecoderLayer
 from mla_cli.model.latent_weights import LatentWeights
 from mla_cli.model.tokenizer import load_tokenizer
 
 
-class PlainLayersHealing(LayersHealing):
-    """Layer healing whose target is the source's attention output alone."""
+class PlainStates(States):
+    """States that call nothing left behind: the target is the source's attention output alone."""
 
-    def _loss(self, index: int, states: object, rows: Tensor) -> Tensor:
-        given, target, _, valid, step = states.attention(index, rows)  # type: ignore[attr-defined]
-        _, learning = self.student.layer(index)
-        found = learning(given, step, working=learning.working(given.dtype))
-        return (found.float() - target)[valid].square().sum() / target[valid].square().sum().clamp(min=1e-12)
+    def attention(self, index: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Step]:
+        given, target, behind, valid, step = super().attention(index, rows)
+        return given, target, torch.zeros_like(behind), valid, step
+
+
+class PlainLayersHealing(LayersHealing):
+    """Layer healing toward `PlainStates`."""
+
+    def __init__(
+        self, student: Student, fitted: tuple[Tensor, Tensor], unseen: tuple[Tensor, Tensor], options: HealOptions
+    ) -> None:
+        super().__init__(student, fitted, unseen, options)
+        self.fitted, self.unseen = PlainStates(student, *fitted), PlainStates(student, *unseen)
 
 
 def main() -> None:
