@@ -155,7 +155,7 @@ def _fit(
         closed = closed_form(
             bank, plan, statistics, first(fitted, options.fisher_samples), batches,
             objective=options.objective, mixing=options.mixing, ranks=ranks_of(plan, options), seed=options.seed,
-            compensation=options.compensate,
+            compensation=options.refits,
             check=lambda layers: loss_of(bank, layers, probe, batches).kl,
         )  # fmt: skip
         plan = with_ranks(plan, closed.ranks)

@@ -45,7 +45,7 @@ def estimate(model: ModelSource, options: ConvertOptions, plans: Sequence[Conver
     backward = fisher * ((options.fisher_samples if gradients else 0) + pilots)
     stages = 8 if options.compare_objectives else 4
     held_out = HELD_OUT * options.seq_len * 2 * (layers + head) * stages
-    refit = 4 * layers * min(TOKENS, options.fisher_samples * options.seq_len) if options.compensate else 0
+    refit = 4 * layers * min(TOKENS, options.fisher_samples * options.seq_len) if options.refits else 0
     operations = forward + backward + held_out + refit
     wide = 8 * spec.num_layers * (3 * spec.hidden_size**2 + 4 * spec.hidden_size * plans[0].layers[0].cached_per_token)
     kept = min(4 * layers, KEEP_BYTES) if 4 * layers <= KEEP_BYTES else 8 * layers // spec.num_layers

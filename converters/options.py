@@ -52,3 +52,8 @@ class ConvertOptions:
     heal: HealOptions = field(default_factory=HealOptions)
     progressive: bool = False  # heal at a milder rank first, then cut to the plan's and heal again
     resume: bool = False
+
+    @property
+    def refits(self) -> bool:
+        """Whether queries and outputs are refitted; a progressive conversion goes on from milder ranks, which have no refit."""
+        return self.compensate and not self.progressive
