@@ -83,6 +83,11 @@ class DecoderLayer(nn.Module):
         return other
 
 
+def _table(rows: int, columns: int) -> nn.Embedding:
+    # Not drawn at random: on the meta device, where decoders are made, that loads the compiler of torch, which takes seconds.
+    return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
+
+
 class Decoder(nn.Module):
     """A whole decoder. `forward` gives normed hidden states, `logits` the vocabulary scores of those one wants."""
 
@@ -90,9 +95,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.backend = "torch"
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = _table(spec.vocab_size, spec.hidden_size)
         if spec.learned_positions:
-            self.embed_positions = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
+            self.embed_positions = _table(spec.max_position_embeddings, spec.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
         self.norm = make_norm(spec)
         if not spec.tied:
