@@ -93,7 +93,9 @@ def choose_plan(
     if len(best) > 1:
         found = {ratio: loss.perplexity for ratio, (loss, _) in best.items() if ratio is not None}
         chosen = choose_ratio(options.preset, found)
-        note(f"ratio {chosen:g}: the largest of {', '.join(f'{r:g}' for r in found)} that costs little over the smallest")
+        note(
+            f"ratio {chosen:g}: the largest of {', '.join(f'{r:g}' for r in found)} that costs little over the smallest"
+        )
     return best[chosen][1]
 
 
@@ -126,5 +128,7 @@ def with_slots(bank: LayerBank, plan: ConversionPlan, statistics: list[SourceSta
     if plan.form == "deepseek":
         common = choose_common_slots(worths, count)
         return replace(plan, layers=tuple(replace(layer, slots=common) for layer in plan.layers))
-    layers = [replace(layer, slots=slots) for layer, slots in zip(plan.layers, choose_slots(worths, count), strict=True)]
+    layers = [
+        replace(layer, slots=slots) for layer, slots in zip(plan.layers, choose_slots(worths, count), strict=True)
+    ]
     return replace(plan, layers=tuple(layers))

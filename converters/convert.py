@@ -54,7 +54,9 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         model = open_model(source)
         plans = plan_conversion(model, options)
         dtype = output_dtype(model.stored_dtype, plans[0].form, options.dtype)
-        check_output(out, options.force, source=model.source.folder, needed_bytes=_stored_numbers(model) * dtype.itemsize)
+        check_output(
+            out, options.force, source=model.source.folder, needed_bytes=_stored_numbers(model) * dtype.itemsize
+        )
         notes = [*model.notes]
         stored = {model.source.tensors.infos[rule.source].dtype for rule in model.rules.values()}
         if stored != {dtype}:

@@ -2,7 +2,10 @@
 
 RoPE turns the score of a frequency by `exp(-i theta delta)`, `delta` the distance between query and key. The part of a key
 that no rotary slot carries is not turned; the constant that stands in for the turning at the least squared error is its mean
-over the distances that a head really looks at. It is one complex number a head and frequency, folded into the query.
+over distances. It is one complex number a head and frequency, folded into the query.
+
+A score `s_j` moves the output `o` of its head by `p_j (v_j - o)`, so distances are weighted by `p_j^2 |v_j - o|^2`: a name that
+is copied from far away counts for what it brings, not for how seldom that happens.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ from mla_cli.model.spec import RotarySpec, StandardAttentionSpec
 SEQUENCES = 8
 
 
-def attention_by_distance(record: Record, step: Step, spec: StandardAttentionSpec, valid: Tensor) -> Tensor:
-    """Sum of attention weights at each distance, `[H, T]` float64, over the sequences of a micro-batch.
+def influence_by_distance(record: Record, step: Step, spec: StandardAttentionSpec, valid: Tensor) -> Tensor:
+    """Sum of `p^2 |v - o|^2` at each distance, `[H, T]` float64, over the sequences of a micro-batch.
 
     The first token is left out: what heads put there is what they do not want to put anywhere (an attention sink).
 
     Args:
-        record: `q` `[B, T, H, d]` and `k` `[B, T, G, d]` before rotation. valid: `[B, T]` queries that count.
+        record: `q` `[B, T, H, d]`, `k`, `v` `[B, T, G, d]` before rotation, `heads` `[B, T, H, d]`.
+        valid: `[B, T]` queries that count.
     """
     assert spec.rotary is not None
     cos, sin = step.rotary(spec.rotary)
+    per_group = spec.num_heads // spec.num_kv_heads
     q = rotate(record["q"], cos, sin, interleaved=False)  # [B, T, H, d]
-    k = rotate(record["k"], cos, sin, interleaved=False).repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=2)
+    k = rotate(record["k"], cos, sin, interleaved=False).repeat_interleave(per_group, dim=2)
     tokens = q.shape[1]
     seen = visible_keys(step.positions, tokens, spec.window)[:, None]  # [B, 1, T, S]
     place = torch.arange(tokens, device=q.device)
@@ -41,16 +46,19 @@ def attention_by_distance(record: Record, step: Step, spec: StandardAttentionSpe
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         weights = scores.masked_fill(~seen[row], float("-inf")).softmax(dim=-1)  # [H, T, S]
-        weights = (weights * valid[row, None, :, None])[:, :, 1:].flatten(1)
-        sums.scatter_add_(1, distance.expand(spec.num_heads, -1), weights.double())
+        v = record["v"][row].float().transpose(0, 1).repeat_interleave(per_group, dim=0)  # [H, S, d]
+        out = record["heads"][row].float().transpose(0, 1)  # [H, T, d]
+        apart = torch.cdist(out, v).square()  # [H, T, S]
+        moved = weights.square() * apart * valid[row, None, :, None]
+        sums.scatter_add_(1, distance.expand(spec.num_heads, -1), moved[:, :, 1:].flatten(1).double())
     return sums
 
 
 def mean_turn(rotary: RotarySpec, weights: Tensor) -> Tensor:
-    """Mean of `exp(-i theta_j delta)` under attention weights by distance.
+    """Mean of `exp(-i theta_j delta)` under weights by distance.
 
     Args:
-        weights: `[H, T]`, see `attention_by_distance`.
+        weights: `[H, T]`, see `influence_by_distance`.
 
     Returns:
         `[H, n]` complex128; 1 for a head that looked at nothing but the first token.

@@ -25,7 +25,7 @@ from mla_cli.model.latent_weights import LatentWeights
 # for more than LONG_MINUTES, so that no layer learns its text by heart.
 LAYER_TOKENS = 1 << 15
 LONG_MINUTES = 8
-LAYER_LENGTH = 512
+LAYER_LENGTH = 1024
 LAYER_CHECK_SEQUENCES = 2
 # Of the time of `full`.
 LAYERS_SHARE = 0.25

@@ -168,9 +168,7 @@ class FullHealing:
         p = self.progress
         found = heldout_divergence(self.student, *self.unseen)
         recent = sum(self._recent) / len(self._recent) if self._recent else found
-        p.curve.append(
-            {"minutes": p.seconds / 60, "tokens": float(p.tokens), "train_kl": recent, "heldout_kl": found}
-        )
+        p.curve.append({"minutes": p.seconds / 60, "tokens": float(p.tokens), "train_kl": recent, "heldout_kl": found})
         if found < p.best:
             p.best, p.stale, self.best = found, 0, self._copy()
         elif p.step > WARM_UP_STEPS:

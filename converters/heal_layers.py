@@ -72,7 +72,9 @@ class LayersHealing:
             self.records.append(record)
         for index in range(count):
             # An equal share of the time that is left, less what it takes to move on to the next layer.
-            share = (60 * self.options.minutes * (count - len(healed)) / count - (time.monotonic() - begun)) / (count - index)
+            share = (60 * self.options.minutes * (count - len(healed)) / count - (time.monotonic() - begun)) / (
+                count - index
+            )
             seconds = max(share - moving, share / 2)
             if index >= len(healed):
                 self.records.append(self._heal(index, seconds))
@@ -167,7 +169,9 @@ class States:
 
     def _step(self, rows: Tensor) -> Step:
         shape = torch.Size((len(rows), self.tokens.shape[1]))
-        return begin_step(self.student.decoder.spec, shape, self.tokens.device, lengths=self.lengths[rows], backend="training")
+        return begin_step(
+            self.student.decoder.spec, shape, self.tokens.device, lengths=self.lengths[rows], backend="training"
+        )
 
     def attention(self, index: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Step]:
         """Normed input of the layer `[B, T, D]`, the source's attention output, how far the source's hidden state is from ours

@@ -133,7 +133,10 @@ class HealState:
 
 def fingerprint(source_sha256: str, options: Any) -> dict[str, Any]:
     """Everything a conversion's result depends on but the machine."""
-    return {"source": source_sha256, "options": {k: v for k, v in asdict(options).items() if k not in ("force", "resume")}}
+    return {
+        "source": source_sha256,
+        "options": {k: v for k, v in asdict(options).items() if k not in ("force", "resume")},
+    }
 
 
 def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> LatentWeights:

@@ -82,5 +82,7 @@ def heal_and_cut(
         f"{losses['cut'].kl:.4f} after it"
     )
     record: dict[str, object] = {**healed.record, "kv_lora_rank": ranks}
-    state.save_layers_and_facts("cut", cut, {"record": record, "losses": {name: asdict(loss) for name, loss in losses.items()}})
+    state.save_layers_and_facts(
+        "cut", cut, {"record": record, "losses": {name: asdict(loss) for name, loss in losses.items()}}
+    )
     return Healed(cut, (), record), losses

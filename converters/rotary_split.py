@@ -48,7 +48,7 @@ def split_rotary(
     Args:
         attention: the source layer.
         input_moment: `[D + 1, D + 1]` second moment of its normed input with a constant 1 appended.
-        query_energy: `[H, n]` mean of `|q_j|^2` per head and frequency.
+        query_energy: `[H, n]` what an error of the keys weighs, per head and frequency (`SourceStatistics.query_energy`).
         slots: frequency index of each rotary pair; a frequency may appear up to `G` times, or never.
         turn: `[H, n]` complex, what the rotation amounts to on average (`distances.mean_turn`): the remainder is read with
             it; None: as if it were never turned.

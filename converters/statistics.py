@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_cli.converters.distances import SEQUENCES, attention_by_distance, mean_turn
+from mla_cli.converters.distances import SEQUENCES, influence_by_distance, mean_turn
 from mla_cli.converters.layerwise import Batches, LayerAt, Tick, run
 from mla_cli.model.attention import Record
 from mla_cli.model.decoder import Decoder, begin_step
 from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec
+
+# A head that hardly moves its output on the text at hand counts for at least this share of the mean head.
+LEAST_INFLUENCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class SourceStatistics:
 
     Attributes:
         input_moment: `[D + 1, D + 1]` mean of `x x^T`, `x` the normed input with a constant 1 appended.
-        query_energy: `[H, n]` mean `|q_j|^2` per head and rotary frequency.
+        query_energy: `[H, n]` mean `|q_j|^2` per head and rotary frequency, times how far the head's scores move its output
+            (`distances.influence_by_distance`, per query): an error of a key counts for what it does to the output.
         query_moment: `[H, d, d]` mean of `q q^T` before rotation.
         mean_turn: `[H, n]` complex, see `distances.mean_turn`; None without rotary embedding.
         tokens: how many tokens were seen.
@@ -76,29 +80,33 @@ def source_statistics(
     inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
     queries = [torch.zeros(s.num_heads, s.head_dim, s.head_dim, dtype=torch.float64) for s in specs]
     looks = [torch.zeros(s.num_heads, sequences.shape[1], dtype=torch.float64) for s in specs]
-    looked = [0] * len(specs)
+    looked, looked_tokens = [0] * len(specs), [0] * len(specs)
 
     def observe(layer: int, record: Record, valid: Tensor) -> None:
         few = SEQUENCES - looked[layer]
         if specs[layer].rotary is not None and few > 0:
-            part = {name: record[name][:few] for name in ("q", "k")}
+            part = {name: record[name][:few] for name in ("q", "k", "v", "heads")}
             real = valid[:few]
             step = begin_step(frame.spec, real.shape, real.device, lengths=real.sum(dim=1))
-            found = attention_by_distance(part, step, specs[layer], real).cpu()
+            found = influence_by_distance(part, step, specs[layer], real).cpu()
             looks[layer][:, : found.shape[1]] += found
             looked[layer] += len(part["q"])
+            looked_tokens[layer] += int(real.sum())
         inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()
         q = record["q"][valid].double().transpose(0, 1)  # [H, N, d]
         queries[layer] += (q.transpose(1, 2) @ q).cpu()
 
     run(frame, layer_at, sequences, lengths, batches, observe=observe, tick=tick)
     statistics = []
-    for spec, moment, query, look in zip(specs, inputs, queries, looks, strict=True):
+    for spec, moment, query, look, looked_at in zip(specs, inputs, queries, looks, looked_tokens, strict=True):
         tokens = moment[-1, -1].clone()
         n = spec.rotary.dim // 2 if spec.rotary is not None else 0
         diagonal = (query / tokens).diagonal(dim1=1, dim2=2)  # [H, d]
         energy = diagonal[:, :n] + diagonal[:, n : 2 * n]
         turn = mean_turn(spec.rotary, look) if spec.rotary is not None else None
+        influence = look.sum(dim=1, keepdim=True)  # [H, 1]
+        if influence.any():
+            energy = energy * influence.clamp(min=LEAST_INFLUENCE * influence.mean()) / looked_at
         statistics.append(SourceStatistics(moment / tokens, energy, query / tokens, turn, int(tokens)))
     return statistics
 

@@ -41,7 +41,9 @@ def losses_by_strength(
 ) -> list[StrengthLoss]:
     """Losses of a converted model at each strength, on a few held-out sequences; none where its latents have no order."""
     # A gate or a norm reads all channels.
-    if any(layer.spec.norm_eps is not None or layer.gate is not None or not channels_ordered(layer) for layer in layers):
+    if any(
+        layer.spec.norm_eps is not None or layer.gate is not None or not channels_ordered(layer) for layer in layers
+    ):
         return []
     parts = {strength: parts_of(layers, strength) for strength in STRENGTHS}
     stages = source_and(bank, {str(strength): part for strength, part in parts.items()})

@@ -32,16 +32,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--seen", type=int, default=64, help="sequences that statistics are taken over")
     parser.add_argument("--held-out", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--only", default="", help="rows whose name holds this")
     parser.add_argument("--rope", type=int, nargs="+", default=[64, 48, 32, 16])
     options = parser.parse_args()
 
     model = open_model(options.model)
     texts = load_texts(
-        options.calib, load_tokenizer(model.source.folder), samples=options.samples, seq_len=512, seed=0
+        options.calib, load_tokenizer(model.source.folder), samples=options.samples, seq_len=options.seq_len, seed=0
     )
     fitted, unseen = split_heldout(texts)
     bank = LayerBank(model, torch.device("cpu"))
-    batches = Batches.fit(512, model.spec.hidden_size, model.spec.num_layers)
+    batches = Batches.fit(options.seq_len, model.spec.hidden_size, model.spec.num_layers)
     seen = gather_source_statistics(bank, first(fitted, options.seen), batches)
     probe = first(unseen, options.held_out)
     attentions = [bank.source_attention(i) for i in range(model.spec.num_layers)]
@@ -70,8 +72,12 @@ def main() -> None:
             "shared out over all layers, by what is missed (native form)": (list(choose_slots(worths, count)), True),
         }  # fmt: skip
         for name, (slots, turned) in variants.items():
+            if options.only and options.only not in name:
+                continue
             wide = [
-                split_rotary(a, s.input_moment, turned_energy(s) if turned else s.query_energy, chosen, turn=s.mean_turn)
+                split_rotary(
+                    a, s.input_moment, turned_energy(s) if turned else s.query_energy, chosen, turn=s.mean_turn
+                )
                 for a, s, chosen in zip(attentions, seen, slots, strict=True)
             ]
             stages = {

@@ -92,9 +92,7 @@ def main() -> None:
             show(f"{name}, re-ordered", recut(bank, layers, ranks, first(fitted, ORDER_SAMPLES), batches))
         share, rest = shared_options(asked)
         milder = closed.at(milder_ranks(plan, [layer.spec.kv_lora_rank for layer in closed.wide]))
-        cut, _ = heal_and_cut(
-            bank, plan, milder, fitted, unseen, few, unseen, batches, share, state(), opening=opening
-        )
+        cut, _ = heal_and_cut(bank, plan, milder, fitted, unseen, few, unseen, batches, share, state(), opening=opening)
         show("in two stages, before the second healing", cut.layers)
         show("in two stages", healed(cut.layers, rest))
 

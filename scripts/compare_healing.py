@@ -82,7 +82,9 @@ def main() -> None:
             kind = PlainLayersHealing if way == "layers-plain" else LayersHealing
             heal = HealOptions(mode="layers", steps=options.layer_steps)
             rows = slice(0, max(1, options.layer_tokens // 512))
-            layers = kind(student, (short.sequences[rows], short.lengths[rows]), _pair(cut(first(unseen, 1), 512)), heal)
+            layers = kind(
+                student, (short.sequences[rows], short.lengths[rows]), _pair(cut(first(unseen, 1), 512)), heal
+            )
             layers.run([], lambda index, weights: None)
             steps = sum(record.steps for record in layers.records)
         elif way.startswith("full:"):
