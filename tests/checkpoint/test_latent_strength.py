@@ -116,7 +116,10 @@ def test_more_of_the_latent_is_closer_to_the_whole(folders: dict[str, Path]) -> 
 def test_a_batch_through_a_quantised_cache(folders: dict[str, Path], form: str) -> None:
     fitted = FORMS[form][3]
     tokens, lengths = random_tokens(3, 30), torch.tensor([30, 11, 23])
-    narrow, zeroed = with_latent_strength(load(folders[form]), 0.5), without_tail(load(folders[form]), fitted // 2, fitted)
+    narrow, zeroed = (
+        with_latent_strength(load(folders[form]), 0.5),
+        without_tail(load(folders[form]), fitted // 2, fitted),
+    )
     plain = steps(narrow, tokens, 20)
     for quantizer in (LatentQuantizer("int8"), LatentQuantizer("fp8"), LatentQuantizer("int8", "static", 30.0)):
         both = (quantizer, quantizer)

@@ -226,7 +226,9 @@ def test_an_interrupt_leaves_nothing_that_looks_complete(folders: dict[str, str]
     assert list(tmp_path.glob("mla-eval-*")) == []
 
 
-def test_the_window_that_is_reported_is_the_one_that_was_used(mla: Any, folders: dict[str, str], tmp_path: Path) -> None:
+def test_the_window_that_is_reported_is_the_one_that_was_used(
+    mla: Any, folders: dict[str, str], tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the man walks " * 400)
     code, out, _ = mla(folders["source"], "--tasks", "ppl", "--text", str(text), "--json")

@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 def a_student(folder: Path, family: str = "llama", rank: int = 12, rope: int = 8, **changes: Any) -> Student:
     """A tiny model's closed form, ready to heal; text of one seed."""
-    save_tiny(folder, family, initializer_range=0.15, **changes)  # milder than elsewhere: something is left to learn from
+    save_tiny(
+        folder, family, initializer_range=0.15, **changes
+    )  # milder than elsewhere: something is left to learn from
     model = open_model(str(folder))
     bank = LayerBank(model, CPU)
     lengths = torch.full((8,), 24)

@@ -247,9 +247,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     layers[0] = layers[0].with_gate(8, gate_of(20, seed=3))
     source = open_model(str(folder / "source"))
     (plan,) = plan_conversion(source, options)
-    write_checkpoint(
-        source, plan, layers, folder / "gated", dtype=torch.float32, max_shard_bytes=1 << 30, force=False
-    )
+    write_checkpoint(source, plan, layers, folder / "gated", dtype=torch.float32, max_shard_bytes=1 << 30, force=False)
     return folder / "plain", folder / "gated"
 
 
@@ -337,7 +335,9 @@ def test_what_cannot_carry_a_gate_refuses_it(checkpoints: tuple[Path, Path], cap
 def test_the_generator_answers_in_batches_as_alone(checkpoints: tuple[Path, Path]) -> None:
     lengths = (3, 20, 9, 41, 8)
     requests = [
-        Request(tuple(random_tokens(1, n, seed=n)[0].tolist()), SamplingParams(max_new_tokens=30 - n // 2, ignore_eos=True))
+        Request(
+            tuple(random_tokens(1, n, seed=n)[0].tolist()), SamplingParams(max_new_tokens=30 - n // 2, ignore_eos=True)
+        )
         for n in lengths
     ]
     for options in ({}, {"kv_dtype": "int8"}, {"backend": "reference"}):
@@ -362,14 +362,22 @@ def test_every_command_takes_a_gated_checkpoint(
     losses = {}
     for name, folder in zip(("plain", "gated"), checkpoints, strict=True):
         for kind in ("auto", "int8"):
-            report = run(
-                "eval", folder, "--tasks", "ppl", "--text", text, "--limit", 8, "--json", "--kv-dtype", kind
-            )
+            report = run("eval", folder, "--tasks", "ppl", "--text", text, "--limit", 8, "--json", "--kv-dtype", kind)
             losses[name, kind] = report["tasks"]["ppl"]["ppl"]["value"]
     assert losses["gated", "int8"] == pytest.approx(losses["gated", "auto"], rel=0.2)
     assert losses["gated", "auto"] != losses["plain", "auto"]
     calibrated = run(
-        "calibrate", checkpoints[1], "--out", tmp_path / "int8", "--calib", text, "--samples", 32, "--seq-len", 32, "--json"
+        "calibrate",
+        checkpoints[1],
+        "--out",
+        tmp_path / "int8",
+        "--calib",
+        text,
+        "--samples",
+        32,
+        "--seq-len",
+        32,
+        "--json",
     )
     assert calibrated["checkpoint"] == str(tmp_path / "int8")
     assert run("generate", tmp_path / "int8", "hello", "--json", "--max-new-tokens", 12)["completion_tokens"]
