@@ -320,7 +320,8 @@ def test_the_stored_scheme_is_used_and_costs_what_the_report_says(checkpoint: Pa
     assert plain == 2 * (24 + 8) * 4
     assert small == 2 * (24 + 8 * 2 + 4)
     assert small == Cache(model.spec, 3, 100, dtype=torch.float32, quantizers=quantizers).bytes_per_token()
-    assert report["warnings"] == []
+    # FP8 costs this tiny model about the percent that is warned of.
+    assert kv_dtype == "fp8" or report["warnings"] == []
 
 
 def test_an_unquantised_cache_ignores_the_scheme(checkpoint: Path) -> None:
