@@ -80,7 +80,7 @@ def source_statistics(
     inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
     queries = [torch.zeros(s.num_heads, s.head_dim, s.head_dim, dtype=torch.float64) for s in specs]
     looks = [torch.zeros(s.num_heads, sequences.shape[1], dtype=torch.float64) for s in specs]
-    looked, looked_tokens = [0] * len(specs), [0] * len(specs)
+    looked = [0] * len(specs)
 
     def observe(layer: int, record: Record, valid: Tensor) -> None:
         few = SEQUENCES - looked[layer]
@@ -91,14 +91,14 @@ def source_statistics(
             found = influence_by_distance(part, step, specs[layer], real).cpu()
             looks[layer][:, : found.shape[1]] += found
             looked[layer] += len(part["q"])
-            looked_tokens[layer] += int(real.sum())
         inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()
         q = record["q"][valid].double().transpose(0, 1)  # [H, N, d]
         queries[layer] += (q.transpose(1, 2) @ q).cpu()
 
     run(frame, layer_at, sequences, lengths, batches, observe=observe, tick=tick)
     statistics = []
-    for spec, moment, query, look, looked_at in zip(specs, inputs, queries, looks, looked_tokens, strict=True):
+    looked_at = int(lengths[:SEQUENCES].sum())  # tokens
+    for spec, moment, query, look in zip(specs, inputs, queries, looks, strict=True):
         tokens = moment[-1, -1].clone()
         n = spec.rotary.dim // 2 if spec.rotary is not None else 0
         diagonal = (query / tokens).diagonal(dim1=1, dim2=2)  # [H, d]

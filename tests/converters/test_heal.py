@@ -175,11 +175,11 @@ def test_layers_heal_one_by_one_and_never_get_worse(tmp_path: Path) -> None:
     before = heldout_divergence(student, *unseen())
     fitted = random_tokens(32, 24, seed=5), torch.full((32,), 24)
     kept: list[int] = []
-    run = LayersHealing(student, fitted, unseen(), HealOptions(mode="layers", steps=100, batch_tokens=96))
+    run = LayersHealing(student, fitted, unseen(), HealOptions(mode="layers", steps=200, batch_tokens=96))
     run.run([], lambda index, layer: kept.append(index))
     assert kept == [0, 1]
     assert all(record.after <= record.before for record in run.records)
-    assert run.records[0].after < 0.95 * run.records[0].before
+    assert run.records[0].after < 0.9 * run.records[0].before
     assert heldout_divergence(student, *unseen()) < before
 
 

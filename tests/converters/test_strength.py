@@ -160,7 +160,7 @@ def test_a_nested_healing_goes_on_after_an_interruption_to_the_same_result(tmp_p
 
 
 def test_reordering_changes_nothing_but_the_order(tmp_path: Path) -> None:
-    made = Converted(tmp_path)
+    made = Converted(tmp_path, initializer_range=0.15)  # milder: half a latent is not lost altogether
     turned = []
     for index, layer in enumerate(made.layers):  # any turn of the latent, as healing might leave one
         turn = torch.linalg.qr(
@@ -174,7 +174,7 @@ def test_reordering_changes_nothing_but_the_order(tmp_path: Path) -> None:
     assert made.divergence(tuple(turned), 1.0) == pytest.approx(whole, rel=1e-3)
     assert made.divergence(ordered, 1.0) == pytest.approx(whole, rel=1e-3)
     for strength in (0.5, 0.75):
-        assert made.divergence(ordered, strength) < made.divergence(tuple(turned), strength)
+        assert made.divergence(ordered, strength) < 0.8 * made.divergence(tuple(turned), strength)
     probe = CalibrationTexts(*UNSEEN, "random", 0, 4)
     for layers in (made.layers, tuple(turned)):  # whichever order is better is kept
         orders = [
