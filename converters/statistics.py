@@ -13,6 +13,8 @@ from mla_cli.model.attention import Record
 from mla_cli.model.decoder import Decoder, begin_step
 from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec
 
+# Eigenvalues of the Fisher factor are taken to this power: small ones rest on few tokens and come out too small.
+TEMPER = 0.8
 # A head that hardly moves its output on the text at hand counts for at least this share of the mean head.
 LEAST_INFLUENCE = 1e-3
 
@@ -43,9 +45,11 @@ class LatentStatistics:
 
     Attributes:
         input_moment: mean of `x x^T` as above, on inputs that passed through the split layers before, each token weighted
-            by `|g|^2`: the best Kronecker factor given an even `F` (one step of the flip-flop iteration). It is what keeps
-            the first token exact, which most queries attend to: its gradient is worth hundreds of others.
-        fisher: `[r, r]` mean of `g g^T`, `g` the gradient of the loss with respect to the latent.
+            by `|g|`, `g` the gradient of the loss with respect to the latent. It is what keeps the first token exact, which
+            most queries attend to: its gradient is worth hundreds of others.
+        fisher: `[r, r]` mean of `g g^T / |g|`, tempered, with the trace of the Fisher information `E[g g^T]`, so that layers
+            are in one unit, the loss. A token's weight `|g|^2` is shared out between the two Kronecker factors: with all of it
+            in both, fifty tokens out of 24,000 decided most layers (docs/decisions/0002).
         tokens: how many tokens were seen.
     """
 
@@ -132,15 +136,25 @@ def latent_statistics(
     inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
     tokens = [0] * len(specs)
     fishers = [torch.zeros(s.kv_lora_rank, s.kv_lora_rank, dtype=torch.float64) for s in specs]
+    energies = [0.0] * len(specs)
 
     def observe(layer: int, record: Record, gradient: Tensor, valid: Tensor) -> None:
-        x, g = with_constant(record["x"][valid]), gradient[valid]  # [N, D + 1], [N, r]
-        inputs[layer] += second_moment(x * g.norm(dim=1, keepdim=True)).cpu()
-        fishers[layer] += second_moment(g).cpu()
+        x, g = with_constant(record["x"][valid]).double(), gradient[valid].double()  # [N, D + 1], [N, r]
+        root = g.norm(dim=1, keepdim=True).sqrt()
+        inputs[layer] += second_moment(x * root).cpu()
+        fishers[layer] += second_moment(g / root.clamp(min=1e-150)).cpu()
+        energies[layer] += float(g.square().sum())
         tokens[layer] += len(g)
 
     run(frame, layer_at, sequences, lengths, batches, observe_gradient=observe, seed=seed, compute=compute, tick=tick)
     return [
-        LatentStatistics(moment / moment[-1, -1].clamp(min=1e-300), fisher / max(1, count), count)
-        for moment, fisher, count in zip(inputs, fishers, tokens, strict=True)
+        LatentStatistics(moment / moment[-1, -1].clamp(min=1e-300), tempered(fisher, energy / max(1, count)), count)
+        for moment, fisher, energy, count in zip(inputs, fishers, energies, tokens, strict=True)
     ]
+
+
+def tempered(moment: Tensor, trace: float, power: float = TEMPER) -> Tensor:
+    """A second moment with its eigenvalues taken to a power, scaled to a trace; zeros where it is zero."""
+    values, vectors = torch.linalg.eigh((moment + moment.T) / 2)
+    values = (values.clamp(min=0) / values.amax().clamp(min=1e-300)).pow(power)
+    return (vectors * (values * (trace / values.sum().clamp(min=1e-300)))) @ vectors.T
