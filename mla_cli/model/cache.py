@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_cli.errors import MlaError
-from mla_cli.kernels.quantized import LatentQuantizer, dequantize
+from mla_cli.kernels.quantized import LatentQuantizer, decode
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
 GROWTH = 256  # tokens; growing in steps keeps a long generation from copying its cache at every token
@@ -24,7 +24,8 @@ class LayerCache:
     first: Tensor  # [B, C, ...]
     second: Tensor  # [B, C, ...]
     quantizer: LatentQuantizer | None = None
-    scales: Tensor | None = None  # [B, C] float32
+    scales: Tensor | None = None  # [B, C, G]
+    width: int = 0  # of a quantised latent
 
 
 class Cache:
@@ -65,6 +66,8 @@ class Cache:
                 widths = ((attention.num_kv_heads, attention.head_dim),) * 2
             quantizer = quantizers[index] if quantizers and isinstance(attention, LatentAttentionSpec) else None
             stored = quantizer.storage_dtype if quantizer else dtype
+            if quantizer:
+                widths = ((quantizer.code_width(widths[0][0]),), widths[1])
             # A quantised cache keeps the rotary key in bfloat16: it is small, and errors in it ruin positions.
             second = torch.bfloat16 if quantizer else dtype
             shape = (batch, self._room)
@@ -73,7 +76,12 @@ class Cache:
                     torch.zeros(*shape, *widths[0], dtype=stored, device=device),
                     torch.zeros(*shape, *widths[1], dtype=second, device=device),
                     quantizer,
-                    torch.zeros(shape, dtype=torch.float32, device=device) if quantizer else None,
+                    torch.zeros(
+                        *shape, quantizer.groups(attention.kv_lora_rank), dtype=quantizer.scale_dtype, device=device
+                    )
+                    if quantizer and isinstance(attention, LatentAttentionSpec)
+                    else None,
+                    attention.kv_lora_rank if isinstance(attention, LatentAttentionSpec) else 0,
                 )
             )
 
@@ -122,10 +130,10 @@ class Cache:
             kept = first.to(store.first.dtype)
             store.first[rows, places] = kept
             return kept.to(first.dtype), kept_second.to(second.dtype)
-        codes, scales = store.quantizer.quantize(first)
+        codes, scales = store.quantizer.quantize(first, layer)
         store.first[rows, places] = codes
         store.scales[rows, places] = scales
-        return dequantize(codes, scales, first.dtype), kept_second.to(second.dtype)
+        return decode(codes, scales, first.shape[-1], first.dtype), kept_second.to(second.dtype)
 
     def read(self, layer: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The first `length` places of a layer, in `dtype`: `[B, length, ...]` each."""
@@ -133,7 +141,7 @@ class Cache:
         second = store.second[:, :length].to(dtype)
         if store.scales is None:
             return store.first[:, :length].to(dtype), second
-        return dequantize(store.first[:, :length], store.scales[:, :length], dtype), second
+        return decode(store.first[:, :length], store.scales[:, :length], store.width, dtype), second
 
     def read_at(self, layer: int, places: Tensor, dtype: torch.dtype) -> Tensor:
         """What a layer holds first (keys or latents) at one place `[B]` of each sequence: `[B, ...]`."""
@@ -141,14 +149,14 @@ class Cache:
         rows = torch.arange(places.shape[0], device=places.device)
         if store.scales is None:
             return store.first[rows, places].to(dtype)
-        return dequantize(store.first[rows, places], store.scales[rows, places], dtype)
+        return decode(store.first[rows, places], store.scales[rows, places], store.width, dtype)
 
     def as_stored(self, layer: int, first: Tensor) -> Tensor:
         """Keys or latents `[..., r]` as they would be read after `write`."""
         store = self.layers[layer]
         if store.quantizer is None:
             return first.to(store.first.dtype).to(first.dtype)
-        return dequantize(*store.quantizer.quantize(first), first.dtype)
+        return store.quantizer.rounded(first, layer)
 
     def advance(self, ends: Tensor) -> None:
         """The sequences now hold `ends` `[B]` tokens."""
@@ -171,6 +179,7 @@ class Cache:
                 layer.second[rows],
                 layer.quantizer,
                 None if layer.scales is None else layer.scales[rows],
+                layer.width,
             )
             for layer in self.layers
         ]
