@@ -9,8 +9,8 @@
 Keys and values share one latent, so there is one range a layer, or one a group of channels. A scale is `clip / 127` (int8),
 `/ 448` (fp8) or `/ 7` (int4); with `token` and `page` granularity the latents' own largest value counts where it is below
 `clip` (null: always). `bf16` layers are not quantised. The rotary key has scales of its own. The rotation is in the weights
-already. `strength` is the share of each latent's channels that is cached at all. Every `every` steps a generator derives static ranges
-anew, from how far 99 % of the tokens reach now and how far they did (`token_amax`).
+already. `strength` is the share of each latent's channels that is cached at all. Every `every` steps a generator derives static
+ranges anew, from how far 99 % of the tokens reach now and how far they did (`token_amax`).
 
 Version 1 had no INT4, no pages and no turns, and kept the whole of a latent beside a rotary key in bfloat16; it is still read.
 
