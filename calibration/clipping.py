@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from mla_cli.calibration.observers import COLUMN_BITS, COLUMNS, OCTAVES, LatentRange
-from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, dequantize
+from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer
 
 # A clip saturates what calibration has not seen, so it has to pay: this much of the squared error.
 LEAST_GAIN = 0.05
@@ -67,6 +65,4 @@ def _shares() -> Tensor:
 
 def _squared_error(values: Tensor, quantizer: LatentQuantizer) -> Tensor:
     """Mean squared error over the last dimension, by the quantizer itself."""
-    assert not math.isinf(quantizer.clip)
-    stored = dequantize(*quantizer.quantize(values), torch.float64)
-    return (stored - values).square().mean(dim=-1)
+    return (quantizer.rounded(values) - values).square().mean(dim=-1)

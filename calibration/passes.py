@@ -15,7 +15,7 @@ from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
 from mla_cli.console import progress
 from mla_cli.errors import MlaError
-from mla_cli.kernels.quantized import LatentQuantizer, dequantize
+from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.attention import Record, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
@@ -210,10 +210,9 @@ class _LayerSums:
         self.clipped[1] += latent.numel()
         if quantizer is None:
             return
-        stored = dequantize(*quantizer.quantize(latent), torch.float64)
-        self.latent[0] += float((stored - latent.double()).square().sum())
-        size = latent.float().abs()
-        self.clipped[0] += int((size > quantizer.ranges(size.amax(dim=-1))[:, None]).sum())
+        exact = latent.double()
+        self.latent[0] += float((quantizer.rounded(exact) - exact).square().sum())
+        self.clipped[0] += quantizer.clipped(latent)
 
     def cost(self) -> LayerCost:
         def root(pair: list[float]) -> float:

@@ -280,9 +280,7 @@ def _names(files: list[MaterialFile], shown: int = 8) -> str:
     return f"files: {names}" + (f" and {len(files) - shown} more" if len(files) > shown else "")
 
 
-def _collect(
-    sequences: list[list[int]], origin: str, skipped: int, requested: int, enough: int
-) -> CalibrationTexts:
+def _collect(sequences: list[list[int]], origin: str, skipped: int, requested: int, enough: int) -> CalibrationTexts:
     if not sequences:
         raise InputError(
             "no usable calibration text" + (f": {skipped} records too short" if skipped else ""),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.console import note
@@ -11,8 +13,6 @@ from mla_cli.converters.allocate import choose_common_slots, choose_slots, slot_
 from mla_cli.converters.closed_form import Ranks, closed_form
 from mla_cli.converters.heal_options import check_gate
 from mla_cli.converters.held_out import Loss, loss_of
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.options import PILOT_HELD_OUT, PILOT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import ConversionPlan, Form, choose_form, make_plan, rope_candidates, standard_layers
 from mla_cli.converters.presets import check_ratio, choose_ratio, ratios_to_try

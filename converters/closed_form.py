@@ -9,15 +9,15 @@ from typing import Literal
 
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, steps_in, ticking
+from mla_cli.calibration.precision import fast_dtype
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note, progress
 from mla_cli.converters.allocate import choose_ranks, turned_energy
 from mla_cli.converters.compensate import Compensated, compensate
 from mla_cli.converters.factorize import Objective, Spectrum, activation_weight, factorize, output_weight
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, steps_in, ticking
 from mla_cli.converters.plan import ConversionPlan
-from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.rotary_split import Mixing, split_error, split_rotary
 from mla_cli.converters.statistics import LatentStatistics, SourceStatistics, latent_statistics, source_statistics
 from mla_cli.model.latent_weights import LatentWeights

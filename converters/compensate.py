@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, Tick
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, Tick
 from mla_cli.converters.refit_queries import Looked, refit_queries
 from mla_cli.converters.statistics import with_constant
 from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step

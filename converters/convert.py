@@ -9,24 +9,23 @@ from typing import Any
 
 import torch
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
+from mla_cli.calibration.precision import keep_freed_memory
 from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.disk import remove
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.writer import check_output, replace_files
 from mla_cli.console import note
-from mla_cli.converters.charts import spectrum_points
 from mla_cli.converters.choose import choose_plan, plan_conversion, ranks_of, with_ranks, with_slots
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics
 from mla_cli.converters.convert_texts import conversion_texts, language_of
 from mla_cli.converters.heal_stages import heal_in_stages
 from mla_cli.converters.heal_state import HealState, fingerprint, layers_from
 from mla_cli.converters.held_out import Loss, loss_of, measure_texts, source_and
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.objectives import compare_objectives
 from mla_cli.converters.options import FORWARD_OBJECTIVES, PILOT_HELD_OUT, SPLIT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import ConversionPlan, LayerPlan
-from mla_cli.converters.precision import keep_freed_memory
 from mla_cli.converters.progressive import milder_ranks
 from mla_cli.converters.report import Timings, build_report, model_card
 from mla_cli.converters.strengths import losses_by_strength
@@ -34,6 +33,7 @@ from mla_cli.converters.write import output_dtype, report_files, write_checkpoin
 from mla_cli.errors import MlaError
 from mla_cli.model.latent_weights import LatentWeights
 from mla_cli.model.tokenizer import load_tokenizer
+from mla_cli.report.charts import spectrum_points
 
 # Rounding the weights to bfloat16 moves the held-out loss by about 1e-3 nats; a wrong tensor by far more than this.
 VERIFY_NATS = 0.05

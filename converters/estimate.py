@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from mla_cli.calibration.layer_bank import KEEP_BYTES
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.converters.compensate import TOKENS
-from mla_cli.converters.layer_bank import KEEP_BYTES
 from mla_cli.converters.options import FORWARD_OBJECTIVES, HELD_OUT, PILOT_SAMPLES, SPLIT_SAMPLES, ConvertOptions
 from mla_cli.converters.plan import ConversionPlan
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layerwise import ticking
+from mla_cli.calibration.precision import fast_dtype
 from mla_cli.calibration.texts import CalibrationTexts, cut, first
 from mla_cli.checkpoint.load import ModelSource, load_decoder
 from mla_cli.console import note
@@ -16,8 +18,6 @@ from mla_cli.converters.heal_full import FullHealing
 from mla_cli.converters.heal_layers import LayersHealing
 from mla_cli.converters.heal_options import CHECK_SEQUENCES, CHECK_TOKENS, HealOptions
 from mla_cli.converters.heal_state import HealState
-from mla_cli.converters.layerwise import ticking
-from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.student import Student
 from mla_cli.model.latent_weights import LatentWeights
 

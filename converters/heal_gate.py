@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_cli.calibration.layerwise import ticking
+from mla_cli.calibration.precision import fast_dtype
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import ModelSource, load_decoder
 from mla_cli.console import note
@@ -22,8 +24,6 @@ from mla_cli.converters.heal_full import heldout_divergence
 from mla_cli.converters.heal_layers import States, attention_error, mean_error
 from mla_cli.converters.heal_options import CLIP_NORM, GATE_SHARE, HealOptions, chunks_within
 from mla_cli.converters.heal_state import HealState
-from mla_cli.converters.layerwise import ticking
-from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.student import Student
 from mla_cli.model.latent_gate import LatentGate
 from mla_cli.model.latent_weights import LatentWeights

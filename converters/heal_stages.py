@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import first
 from mla_cli.converters.convert_texts import ConversionTexts
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_gate import gate_line, learn_gates, shared_with_gate
 from mla_cli.converters.heal_state import HealState
 from mla_cli.converters.latent_norm import choose_norm, norm_line, why_no_norm
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.options import ConvertOptions
 from mla_cli.converters.plan import ConversionPlan
 from mla_cli.converters.presets import find_preset

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, LayerAt, Tick, steps_in, ticking
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, LayerAt, Tick, steps_in, ticking
 from mla_cli.model.decoder import Decoder, begin_step
 from mla_cli.model.latent_weights import LatentWeights
 

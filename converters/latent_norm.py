@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, run
 from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.console import note
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.heal_state import HealState
 from mla_cli.converters.held_out import loss_of
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, run
 from mla_cli.model.attention import Record
 from mla_cli.model.latent_weights import LatentWeights
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, LayerAt
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.converters.closed_form import ClosedForm, Moments, objective_moments, weighs_input
 from mla_cli.converters.factorize import Objective, factorize
 from mla_cli.converters.held_out import Loss, measure_texts
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, LayerAt
 from mla_cli.converters.report import finite
 from mla_cli.converters.statistics import SourceStatistics
 from mla_cli.model.decoder import Decoder, DecoderLayer

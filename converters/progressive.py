@@ -10,18 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note
 from mla_cli.converters.heal import Healed, heal
 from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.heal_state import HealState, layers_from
 from mla_cli.converters.held_out import Loss, measure_texts, source_and
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.plan import ConversionPlan
 from mla_cli.converters.recut import recut
-from mla_cli.converters.report_values import span
 from mla_cli.model.latent_weights import LatentWeights
+from mla_cli.report.values import span
 
 FIRST_SHARE = 0.5  # of the time, or of the steps
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note
 from mla_cli.converters.closed_form import measure_latents
 from mla_cli.converters.factorize import factorize
 from mla_cli.converters.held_out import measure, source_and
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.strengths import parts_of
 from mla_cli.model.latent_weights import LatentWeights
 

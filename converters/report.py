@@ -16,8 +16,8 @@ import torch
 from mla_cli import __version__
 from mla_cli.converters.held_out import Loss
 from mla_cli.converters.plan import ConversionPlan
-from mla_cli.converters.report_values import span
 from mla_cli.converters.strengths import StrengthLoss
+from mla_cli.report.values import span
 
 # Stages of a progressive conversion, in their order.
 STAGED = ("milder_closed_form", "milder_healed", "cut")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layerwise import Batches, LayerAt, Tick, run
 from mla_cli.converters.distances import SEQUENCES, influence_by_distance, mean_turn
-from mla_cli.converters.layerwise import Batches, LayerAt, Tick, run
 from mla_cli.model.attention import Record
 from mla_cli.model.decoder import Decoder, begin_step
 from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.latent_strength import channels_ordered, kept_channels
 from mla_cli.converters.held_out import Loss, measure_texts, source_and
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.plan import ConversionPlan
 from mla_cli.model.latent_weights import LatentWeights
 

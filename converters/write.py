@@ -15,11 +15,11 @@ from mla_cli.checkpoint.load import ModelSource
 from mla_cli.checkpoint.writer import CheckpointWriter
 from mla_cli.console import note, progress
 from mla_cli.converters.plan import ConversionPlan
-from mla_cli.converters.report_page import PAGE, PICTURE, report_page, report_plot
 from mla_cli.errors import MlaError, UsageError
 from mla_cli.model.families.base import Config
 from mla_cli.model.families.native import native_config
 from mla_cli.model.latent_weights import LatentWeights
+from mla_cli.report.page import PAGE, PICTURE, report_page, report_plot
 
 REPORT = "mla_report.json"
 MODEL_CARD = "README.md"

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, run
 from mla_cli.calibration.texts import CalibrationTexts, first, load_texts, split_heldout
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.allocate import choose_common_slots, slot_worth, turned_energy
@@ -23,8 +25,6 @@ from mla_cli.converters.closed_form import gather_source_statistics
 from mla_cli.converters.compensate import compensate
 from mla_cli.converters.factorize import covariance, factorize
 from mla_cli.converters.held_out import measure
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, run
 from mla_cli.converters.rotary_split import split_rotary
 from mla_cli.converters.statistics import LatentStatistics, latent_statistics, second_moment, with_constant
 from mla_cli.model.attention import Record

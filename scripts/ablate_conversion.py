@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, run
 from mla_cli.calibration.texts import load_texts
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.factorize import factorize, output_weight
 from mla_cli.converters.held_out import measure
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, run
 from mla_cli.converters.rotary_split import default_slots, split_rotary
 from mla_cli.converters.statistics import latent_statistics, second_moment, source_statistics, with_constant
 from mla_cli.model.attention import Record

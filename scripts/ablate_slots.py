@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import first, load_texts, split_heldout
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.allocate import choose_common_slots, choose_slots, slot_worth, turned_energy
 from mla_cli.converters.closed_form import gather_source_statistics
 from mla_cli.converters.held_out import measure
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.rotary_split import component_energies, default_slots, split_rotary
 from mla_cli.model.tokenizer import load_tokenizer
 

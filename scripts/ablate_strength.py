@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import first, load_texts, split_heldout
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.choose import with_slots
@@ -23,8 +25,6 @@ from mla_cli.converters.closed_form import closed_form, gather_source_statistics
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.heal_state import HealState
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.options import SPLIT_SAMPLES
 from mla_cli.converters.plan import choose_form, make_plan
 from mla_cli.converters.progressive import heal_and_cut, milder_ranks, shared_options

@@ -17,6 +17,7 @@ import time
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.precision import fast_dtype, keep_freed_memory
 from mla_cli.calibration.texts import CalibrationTexts, cut, first, load_texts, split_heldout
 from mla_cli.checkpoint.deepseek_form import weights_of_stock
 from mla_cli.checkpoint.load import load_decoder, open_model
@@ -24,7 +25,6 @@ from mla_cli.converters.heal_data import Reader
 from mla_cli.converters.heal_full import FullHealing, heldout_divergence
 from mla_cli.converters.heal_layers import LayersHealing, States
 from mla_cli.converters.heal_options import HealOptions
-from mla_cli.converters.precision import fast_dtype, keep_freed_memory
 from mla_cli.converters.student import Student
 from mla_cli.model.attention import LatentAttention, Step
 from mla_cli.model.decoder import Decoder, DecoderLayer

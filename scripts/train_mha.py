@@ -37,7 +37,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mla_cli.converters.precision import computing_in
+from mla_cli.calibration.precision import computing_in
 from mla_cli.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, MlaError, UsageError
 from mla_cli.model.tokenizer import load_tokenizer
 from mla_cli.model.tokenizer_build import byte_level_bpe

@@ -18,6 +18,7 @@ MAX_LINES = 400
 ORDER = (
     ("mla_cli",),
     ("errors", "console"),
+    ("report",),
     ("kernels",),
     ("model",),
     ("checkpoint",),

@@ -122,9 +122,7 @@ def convert(
     ] = "layers",
     heal_minutes: Annotated[
         float,
-        typer.Option(
-            "--heal-minutes", metavar="M", min=0.01, help="Longest time to heal.", rich_help_panel=METHOD
-        ),
+        typer.Option("--heal-minutes", metavar="M", min=0.01, help="Longest time to heal.", rich_help_panel=METHOD),
     ] = 15.0,
     heal_steps: Annotated[
         int | None,
@@ -206,7 +204,9 @@ def convert(
         raise UsageError(f"a ratio of {ratio} saves nothing", where="--ratio", fix="give a number above 1, e.g. 4")
     for flag, given in (("--nested", nested), ("--progressive", progressive)):
         if given and heal == "none":
-            raise UsageError(f"{flag} is a way to heal", where="--heal none", fix=f"use --heal layers, or leave out {flag}")
+            raise UsageError(
+                f"{flag} is a way to heal", where="--heal none", fix=f"use --heal layers, or leave out {flag}"
+            )
 
     options.setup_runtime(threads, seed, quiet, debug)
     from mla_cli.checkpoint.writer import parse_size
@@ -301,7 +301,7 @@ def _plan_json(plan: ConversionPlan) -> dict[str, Any]:
 def summary(report: dict[str, Any], out: Path) -> str:
     """A conversion in a few lines."""
     from mla_cli.converters.report import over_layers
-    from mla_cli.converters.report_values import shown
+    from mla_cli.report.values import shown
 
     held, cache = report["heldout"], report["cache_bytes_per_token"]
 

@@ -5,26 +5,32 @@ Sequences of a batch may differ in length: each occupies the first `lengths[b]` 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mla_cli.errors import MlaError
-from mla_cli.kernels.quantized import LatentQuantizer, dequantize
-from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
+from mla_cli.kernels.quantized import PAGE, LatentQuantizer
+from mla_cli.model.cache_store import PlainStore, Span, StaticStore, Store, quantized_store
+from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, StandardAttentionSpec
 
 GROWTH = 256  # tokens; growing in steps keeps a long generation from copying its cache at every token
 
 
 @dataclass
 class LayerCache:
-    """One layer's storage: `first` holds keys or latents, `second` values or rotary keys, `scales` quantised only."""
+    """One layer's storage: `first` holds keys or latents, `second` values or rotary keys."""
 
-    first: Tensor  # [B, C, ...]
-    second: Tensor  # [B, C, ...]
-    quantizer: LatentQuantizer | None = None
-    scales: Tensor | None = None  # [B, C] float32
+    first: Store
+    second: Store
+
+    @property
+    def stores(self) -> tuple[Store, Store]:
+        """Both."""
+        return self.first, self.second
 
 
 class Cache:
@@ -54,28 +60,12 @@ class Cache:
             batch, dtype=torch.int64
         )  # the same on the host: a step never waits for the device
         self._room = min(GROWTH, capacity)
-        self.layers: list[LayerCache] = []
-        for index, attention in enumerate(spec.attention):
-            if isinstance(attention, LatentAttentionSpec):
-                widths: tuple[tuple[int, ...], tuple[int, ...]] = (
-                    (attention.kv_lora_rank,),
-                    (attention.qk_rope_head_dim,),
-                )
-            else:
-                widths = ((attention.num_kv_heads, attention.head_dim),) * 2
-            quantizer = quantizers[index] if quantizers and isinstance(attention, LatentAttentionSpec) else None
-            stored = quantizer.storage_dtype if quantizer else dtype
-            # A quantised cache keeps the rotary key in bfloat16: it is small, and errors in it ruin positions.
-            second = torch.bfloat16 if quantizer else dtype
-            shape = (batch, self._room)
-            self.layers.append(
-                LayerCache(
-                    torch.zeros(*shape, *widths[0], dtype=stored, device=device),
-                    torch.zeros(*shape, *widths[1], dtype=second, device=device),
-                    quantizer,
-                    torch.zeros(shape, dtype=torch.float32, device=device) if quantizer else None,
-                )
-            )
+        self._span = Span(self.host_lengths, self.host_lengths, 0)
+        each: Sequence[LatentQuantizer | None] = quantizers or [None] * spec.num_layers
+        self.layers = [
+            _layer_cache(attention, quantizer, batch, self._room, dtype, device)
+            for attention, quantizer in zip(spec.attention, each, strict=True)
+        ]
 
     @property
     def longest(self) -> int:
@@ -83,17 +73,12 @@ class Cache:
         return int(self.host_lengths.max()) if self.host_lengths.numel() else 0
 
     def bytes_per_token(self) -> int:
-        """Bytes one token takes over all layers, from what is really allocated (scales included)."""
-        return sum(
-            part[0, 0].numel() * part.element_size()
-            for layer in self.layers
-            for part in (layer.first, layer.second, layer.scales)
-            if part is not None
-        )
+        """Bytes one token takes over all layers, its scales (of a page: its share, rounded up) included."""
+        return -(-sum(store.page_bytes() for layer in self.layers for store in layer.stores) // PAGE)
 
     def allocated_bytes(self) -> int:
         """Bytes allocated now for all sequences."""
-        return self.bytes_per_token() * self._room * self.lengths.numel()
+        return sum(store.allocated_bytes() for layer in self.layers for store in layer.stores)
 
     def begin(self, new_tokens: int, ends: Tensor) -> None:
         """Make room for a step that writes `new_tokens` places a sequence (padding included), after which they hold `ends`."""
@@ -102,53 +87,40 @@ class Cache:
             raise MlaError(f"the cache holds at most {self.capacity} tokens a sequence, {longest} were asked for")
         need = self.longest + new_tokens
         if need > self._room:
-            self._grow(max(need, min(self.capacity, self._room + max(GROWTH, self._room // 2))))
+            self._room = max(need, min(self.capacity, self._room + max(GROWTH, self._room // 2)))
+            for layer in self.layers:
+                for store in layer.stores:
+                    store.grow(self._room)
+        self._span = Span(self.host_lengths, ends.cpu() - self.host_lengths, new_tokens)
 
     def write(self, layer: int, places: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Store a step's new entries and return them as later steps will read them.
 
         Args:
-            places: `[B, T]` where each token goes.
+            places: `[B, T]` where each token goes: from each sequence's end on, as `begin` was told.
             first: `[B, T, ...]` keys or latents; `second`: values or rotary keys.
 
         Returns:
             Both as stored (rounded to the cache's types, quantised and back), in the type they came in.
         """
         store = self.layers[layer]
-        rows = torch.arange(places.shape[0], device=places.device)[:, None]
-        kept_second = second.to(store.second.dtype)
-        store.second[rows, places] = kept_second
-        if store.quantizer is None or store.scales is None:
-            kept = first.to(store.first.dtype)
-            store.first[rows, places] = kept
-            return kept.to(first.dtype), kept_second.to(second.dtype)
-        codes, scales = store.quantizer.quantize(first)
-        store.first[rows, places] = codes
-        store.scales[rows, places] = scales
-        return dequantize(codes, scales, first.dtype), kept_second.to(second.dtype)
+        return (
+            store.first.write(self._span, places, first, layer),
+            store.second.write(self._span, places, second, layer),
+        )
 
     def read(self, layer: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The first `length` places of a layer, in `dtype`: `[B, length, ...]` each."""
         store = self.layers[layer]
-        second = store.second[:, :length].to(dtype)
-        if store.scales is None:
-            return store.first[:, :length].to(dtype), second
-        return dequantize(store.first[:, :length], store.scales[:, :length], dtype), second
+        return store.first.read(length, dtype), store.second.read(length, dtype)
 
     def read_at(self, layer: int, places: Tensor, dtype: torch.dtype) -> Tensor:
         """What a layer holds first (keys or latents) at one place `[B]` of each sequence: `[B, ...]`."""
-        store = self.layers[layer]
-        rows = torch.arange(places.shape[0], device=places.device)
-        if store.scales is None:
-            return store.first[rows, places].to(dtype)
-        return dequantize(store.first[rows, places], store.scales[rows, places], dtype)
+        return self.layers[layer].first.read_at(places, dtype)
 
     def as_stored(self, layer: int, first: Tensor) -> Tensor:
-        """Keys or latents `[..., r]` as they would be read after `write`."""
-        store = self.layers[layer]
-        if store.quantizer is None:
-            return first.to(store.first.dtype).to(first.dtype)
-        return dequantize(*store.quantizer.quantize(first), first.dtype)
+        """A key or latent of each sequence `[B, ...]` as it would be read after `write`."""
+        return self.layers[layer].first.as_stored(first, layer)
 
     def advance(self, ends: Tensor) -> None:
         """The sequences now hold `ends` `[B]` tokens."""
@@ -161,28 +133,68 @@ class Cache:
 
     def select(self, rows: Tensor) -> Cache:
         """A copy that holds the given sequences, in that order; a sequence may be repeated (shared contexts)."""
-        other = object.__new__(Cache)
-        other.capacity, other._room = self.capacity, self._room
+        other = copy.copy(self)
         other.lengths = self.lengths[rows].clone()
         other.host_lengths = self.host_lengths[rows.cpu()].clone()
-        other.layers = [
-            LayerCache(
-                layer.first[rows],
-                layer.second[rows],
-                layer.quantizer,
-                None if layer.scales is None else layer.scales[rows],
-            )
-            for layer in self.layers
-        ]
+        other.layers = [LayerCache(layer.first.select(rows), layer.second.select(rows)) for layer in self.layers]
         return other
 
-    def _grow(self, room: int) -> None:
-        def grown(old: Tensor) -> Tensor:
-            new = old.new_zeros(old.shape[0], room, *old.shape[2:])
-            new[:, : old.shape[1]] = old
-            return new
+    def put(self, rows: Sequence[int], other: Cache) -> None:
+        """Replace sequences by those of a cache of the same kind, in order."""
+        index = torch.tensor(rows)
+        ends = self.host_lengths.clone()
+        ends[index] = 0
+        self.advance(ends)
+        ends = ends.clone()
+        ends[index] = other.host_lengths
+        longest = other.longest
+        self.begin(max(longest - self.longest, 0), ends)  # makes room
+        at = index.to(self.lengths.device)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for store, source in zip(mine.stores, theirs.stores, strict=True):
+                store.put(at, source, longest)
+        self.advance(ends)
 
-        for layer in self.layers:
-            layer.first, layer.second = grown(layer.first), grown(layer.second)
-            layer.scales = None if layer.scales is None else grown(layer.scales)
-        self._room = room
+    def latest_ranges(self) -> Tensor | None:
+        """Largest absolute value of each token's latent in the last step, by layers whose scales are static, `[L, B, T]`.
+
+        Padding is among it. None where no layer's scales are static.
+        """
+        found = [store.latest for store in self._static_stores() if store.latest is not None]
+        return torch.stack(found) if found else None
+
+    def rescale(self, row: int, factors: Sequence[float]) -> None:
+        """From its next token on, a sequence's static ranges are these multiples of the calibrated ones.
+
+        Args:
+            factors: one a layer whose scales are static, in their order.
+        """
+        start = int(self.host_lengths[row])
+        for store, factor in zip(self._static_stores(), factors, strict=True):
+            store.rescale(row, factor, start)
+
+    def _static_stores(self) -> list[StaticStore]:
+        return [layer.first for layer in self.layers if isinstance(layer.first, StaticStore)]
+
+
+def _layer_cache(
+    attention: LatentAttentionSpec | StandardAttentionSpec,
+    quantizer: LatentQuantizer | None,
+    batch: int,
+    room: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> LayerCache:
+    if not isinstance(attention, LatentAttentionSpec):
+        shape = (attention.num_kv_heads, attention.head_dim)
+        return LayerCache(PlainStore(batch, room, shape, dtype, device), PlainStore(batch, room, shape, dtype, device))
+    rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
+    if quantizer is None:
+        return LayerCache(
+            PlainStore(batch, room, (rank,), dtype, device), PlainStore(batch, room, (rope,), dtype, device)
+        )
+    latents = quantized_store(batch, room, rank, quantizer, device)
+    if quantizer.rope is not None and rope:
+        return LayerCache(latents, quantized_store(batch, room, rope, quantizer.rope, device))
+    # By default the rotary key stays in bfloat16: it is small, and errors in it ruin positions.
+    return LayerCache(latents, PlainStore(batch, room, (rope,), torch.bfloat16, device))

@@ -78,7 +78,7 @@ class Batch:
         else:
             self._make_vacant(len(sequences))
             vacant = [row for row, sequence in enumerate(self.rows) if sequence is None][: len(sequences)]
-            _put_rows(self._filled, vacant, cache)
+            self._filled.put(vacant, cache)
             for row, sequence in zip(vacant, sequences, strict=True):
                 self.rows[row] = sequence
         self._sampler = None
@@ -151,22 +151,3 @@ class Batch:
 
     def _keep(self, rows: list[int]) -> None:
         self._cache = self._filled.select(torch.tensor(rows, device=self._decoder.device))
-
-
-def _put_rows(cache: Cache, rows: list[int], other: Cache) -> None:
-    """Replace rows of a cache by the sequences of another, in order."""
-    index = torch.tensor(rows)
-    ends = cache.host_lengths.clone()
-    ends[index] = 0
-    cache.advance(ends)
-    ends = ends.clone()
-    ends[index] = other.host_lengths
-    longest = other.longest
-    cache.begin(max(longest - cache.longest, 0), ends)  # makes room
-    at = index.to(cache.lengths.device)
-    for mine, theirs in zip(cache.layers, other.layers, strict=True):
-        mine.first[at, :longest] = theirs.first[:, :longest]
-        mine.second[at, :longest] = theirs.second[:, :longest]
-        if mine.scales is not None and theirs.scales is not None:
-            mine.scales[at, :longest] = theirs.scales[:, :longest]
-    cache.advance(ends)

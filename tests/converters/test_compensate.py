@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics
 from mla_cli.converters.compensate import compensate, ridge_shift
 from mla_cli.converters.convert import convert
 from mla_cli.converters.held_out import measure
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.options import ConvertOptions
 from mla_cli.converters.plan import make_plan
 from mla_cli.converters.refit_queries import Looked, refit_queries

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import convert as conversion
 from mla_cli.converters.convert import convert
 from mla_cli.converters.held_out import measure
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.options import ConvertOptions
 from mla_cli.converters.rotary_split import split_rotary
 from mla_cli.converters.statistics import source_statistics

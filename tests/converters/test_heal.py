@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import heal_full
@@ -18,8 +20,6 @@ from mla_cli.converters.heal_data import Reader
 from mla_cli.converters.heal_full import FullHealing, heldout_divergence
 from mla_cli.converters.heal_layers import LayersHealing
 from mla_cli.converters.heal_options import HealOptions
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.plan import make_plan
 from mla_cli.converters.student import Student
 from mla_cli.model.decoder import begin_step

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from mla_cli.app import main
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.latent_strength import kept_channels, with_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
@@ -20,8 +22,6 @@ from mla_cli.converters.heal_data import Reader
 from mla_cli.converters.heal_full import FullHealing, heldout_divergence
 from mla_cli.converters.heal_layers import LayersHealing
 from mla_cli.converters.heal_options import HealOptions
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches
 from mla_cli.converters.nested import STRENGTHS, strength_at
 from mla_cli.converters.plan import ConversionPlan, make_plan
 from mla_cli.converters.recut import put_in_order, recut

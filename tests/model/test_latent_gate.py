@@ -186,7 +186,7 @@ def test_a_closed_gate_is_no_gate_and_an_open_one_repeats() -> None:
     cache = gated.make_cache(2, 30)
     with torch.inference_mode():
         gated(tokens, cache)
-    first = cache.layers[0].first[:, :30]
+    first, _ = cache.read(0, 30, torch.float64)
     assert torch.equal(first[:, 4:], first[:, 3:4].expand(-1, 26, -1))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mla_cli.converters.report_values import mapping, number, numbers, objects, over, shown, span
+from mla_cli.report.values import mapping, number, numbers, objects, over, shown, span
 
 POINTS = 400  # of a line: more than a screen has room for
 LOG_FROM = 20.0  # largest value over smallest from which a linear axis would hide the small ones

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mla_cli.converters.charts import PALETTE, charts, spectrum_points
-from mla_cli.converters.report_page import report_page, report_plot
+from mla_cli.report.charts import PALETTE, charts, spectrum_points
+from mla_cli.report.page import report_page, report_plot
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "</title><script>alert('x')</script>\"'&<b>$\\frac{1}{0}$\x00\ud800\u202e"
@@ -304,7 +304,7 @@ def test_spectrum_points_keep_the_ends_and_the_chosen_rank() -> None:
 
 def test_matplotlib_is_loaded_for_the_picture_only() -> None:
     code = (
-        "import sys, mla_cli.converters.report_page as r; r.report_page({}); "
+        "import sys, mla_cli.report.page as r; r.report_page({}); "
         "assert not {'matplotlib', 'numpy', 'torch'} & set(sys.modules); r.report_plot({}); "
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from mla_cli.converters.chart_svg import ticks
-from mla_cli.converters.charts import GRID, PALETTE, QUIET, Chart
-from mla_cli.converters.report_values import shown
 from mla_cli.errors import MlaError
+from mla_cli.report.chart_svg import ticks
+from mla_cli.report.charts import GRID, PALETTE, QUIET, Chart
+from mla_cli.report.values import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mla_cli.calibration.layerwise import LayerAt
 from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
-from mla_cli.converters.layerwise import LayerAt
 from mla_cli.model.attention import StandardAttention
 from mla_cli.model.decoder import Decoder, DecoderLayer
 from mla_cli.model.latent_weights import LatentWeights

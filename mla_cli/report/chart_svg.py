@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from html import escape
 
-from mla_cli.converters.charts import GRID, PALETTE, QUIET, Chart, Series
-from mla_cli.converters.report_values import shown
+from mla_cli.report.charts import GRID, PALETTE, QUIET, Chart, Series
+from mla_cli.report.values import shown
 
 WIDTH = 440  # narrow, so that its letters stay readable where a phone shrinks it
 PLOT_HEIGHT = 210

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.precision import computing_in
 from mla_cli.console import progress_bar
-from mla_cli.converters.precision import computing_in
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Record
 from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from mla_cli.converters.chart_svg import STYLE as CHART_STYLE
-from mla_cli.converters.chart_svg import svg
-from mla_cli.converters.charts import Chart, charts, stages
-from mla_cli.converters.report_values import increase, mapping, number, numbers, objects, over, shown, span
+from mla_cli.report.chart_svg import STYLE as CHART_STYLE
+from mla_cli.report.chart_svg import svg
+from mla_cli.report.charts import Chart, charts, stages
+from mla_cli.report.values import increase, mapping, number, numbers, objects, over, shown, span
 
 PAGE, PICTURE = "mla_report.html", "mla_report.png"
 LONGEST_TITLE = 90
@@ -96,7 +96,7 @@ def report_plot(report: Mapping[str, Any]) -> bytes:
     Raises:
         MlaError: matplotlib cannot be loaded.
     """
-    from mla_cli.converters.chart_png import png
+    from mla_cli.report.chart_png import png
 
     report = _clean(report)
     heldout, cache = mapping(report.get("heldout")), mapping(report.get("cache_bytes_per_token"))

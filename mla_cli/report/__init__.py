@@ -1,0 +1,1 @@
+"""What commands did, for people: figures as text, charts as SVG and PNG, one HTML page."""
