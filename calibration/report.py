@@ -11,7 +11,7 @@ import torch
 from mla_cli.calibration.observers import QUANTILES, LatentRange
 from mla_cli.calibration.passes import HeldOutCost
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.checkpoint.kv_cache import ROPE_DTYPE, KvScheme, Quantizers
+from mla_cli.checkpoint.kv_cache import KvScheme, Quantizers
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.kernels.quantized import LIMITS
 from mla_cli.model.cache import Cache
@@ -40,7 +40,7 @@ def build_report(
     return {
         "kv_dtype": scheme.dtype,
         "scales": scheme.granularity,
-        "rope_dtype": ROPE_DTYPE,
+        "rope_dtype": scheme.rope_dtype,
         "calibration": {
             "origin": fitted.origin,
             "requested": fitted.requested,
@@ -80,11 +80,15 @@ def _layer_report(
         if seen is None
         else {f"p{100 * q:g}": v for q, v in zip(QUANTILES, seen.token_amax, strict=True)},
         "clip": stored.clip,
-        "scale": stored.clip / LIMITS[stored.dtype] if static and stored.clip is not None else None,
+        "scale": _scale(stored.clip, LIMITS[stored.dtype]) if static and stored.clip is not None else None,
         "clipped_share": loss.clipped_share,
         "latent_error": loss.latent_error,
         "attention_error": loss.attention_error,
     }
+
+
+def _scale(clip: float | tuple[float, ...], limit: float) -> float | list[float]:
+    return [one / limit for one in clip] if isinstance(clip, tuple) else clip / limit
 
 
 def _bytes_per_token(model: ModelSource, quantizers: Quantizers | None) -> int:

@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, run
+from mla_cli.calibration.precision import fast_dtype
 from mla_cli.calibration.texts import first, load_texts, split_heldout
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.allocate import choose_common_slots, slot_worth, turned_energy
 from mla_cli.converters.closed_form import gather_source_statistics
 from mla_cli.converters.factorize import factorize
 from mla_cli.converters.held_out import measure, source_and
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, run
-from mla_cli.converters.precision import fast_dtype
 from mla_cli.converters.rotary_split import split_rotary
 from mla_cli.converters.statistics import second_moment, tempered, with_constant
 from mla_cli.model.attention import Record

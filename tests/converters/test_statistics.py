@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layerwise import Batches, run
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import open_model
 from mla_cli.converters.closed_form import closed_form, gather_source_statistics
-from mla_cli.converters.layer_bank import LayerBank
-from mla_cli.converters.layerwise import Batches, run
 from mla_cli.converters.plan import make_plan
 from mla_cli.converters.statistics import latent_statistics, tempered
 from tests.tiny import random_tokens, save_tiny

@@ -54,7 +54,9 @@ def test_quick_conversion_is_sound(converted: Path) -> None:
     report = json.loads((converted / "mla_report.json").read_text())
     held = report["heldout"]
     assert report["format"] == "deepseek"
-    assert held["ppl_source"] < held["ppl_final"] < 1.6 * held["ppl_source"]
+    # Two thirds of the rank cost so little that perplexity on a few sequences may fall by chance; divergence may not.
+    assert 0.97 < held["ppl_final"] / held["ppl_source"] < 1.2
+    assert 0 < held["kl_final"] < 0.2
     assert abs(report["verification"]["nll_difference"]) < 0.02
     assert report["peak_rss_bytes"] < 4e9
 
