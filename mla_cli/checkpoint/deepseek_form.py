@@ -164,14 +164,11 @@ def weights_of_stock(attention: LatentAttention) -> LatentWeights | None:
         return None
     if s.q_lora_rank is None:
         q, q_bias = _plain(attention.q_proj.weight), bias_or_zeros(attention.q_proj)
-    else:
-        detour = attention.state_dict()
-        if s.q_lora_rank != query_rank(hidden) or not all(
-            name in detour and torch.equal(_plain(detour[name]), made) for name, made in _neutral_query(hidden).items()
-        ):
-            return None
+    elif has_query_detour(attention):
         q = _plain(attention.q_b_proj.weight)
         q, q_bias = q[:, :hidden], q[:, hidden] * constant_channels(s.q_lora_rank)[0]
+    else:
+        return None
     up = up[:, :r].reshape(s.num_heads, -1, r)  # [H, nope+v, r]
     return LatentWeights(
         replace(s, kv_lora_rank=r, q_lora_rank=None, norm_eps=None),
@@ -184,6 +181,32 @@ def weights_of_stock(attention: LatentAttention) -> LatentWeights | None:
         _plain(attention.o_proj.weight),
         bias_or_zeros(attention.o_proj),
     ).with_needed_biases()
+
+
+def has_query_detour(attention: LatentAttention) -> bool:
+    """Whether a layer's queries go through `q_a` and `q_b` for their bias alone."""
+    s, hidden = attention.spec, attention.o_proj.out_features
+    if s.q_lora_rank is None or s.q_lora_rank != query_rank(hidden):
+        return False
+    detour = attention.state_dict()
+    made = _neutral_query(hidden)
+    return all(name in detour and torch.equal(_plain(detour[name]), tensor) for name, tensor in made.items())
+
+
+def without_query_detour(attention: LatentAttention) -> LatentAttention:
+    """The layer with its query bias as a bias, sharing all else; the layer itself where there is no detour for one."""
+    if not has_query_detour(attention):
+        return attention
+    s, hidden = attention.spec, attention.o_proj.out_features
+    assert s.q_lora_rank is not None
+    with torch.device("meta"):
+        plain = LatentAttention(replace(s, q_lora_rank=None, q_bias=True), hidden, attention.layer)
+    state = {name: tensor for name, tensor in attention.state_dict().items() if not name.startswith("q_")}
+    q = attention.q_b_proj.weight.detach()  # [H*(nope+rope), D+m]
+    state["q_proj.weight"] = q[:, :hidden].contiguous()
+    state["q_proj.bias"] = q[:, hidden] * constant_channels(s.q_lora_rank)[0]
+    plain.load_state_dict(state, strict=True, assign=True)
+    return plain.requires_grad_(False).eval()  # type: ignore[return-value]
 
 
 def _plain(weight: Tensor) -> Tensor:

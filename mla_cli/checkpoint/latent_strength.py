@@ -18,7 +18,7 @@ from mla_cli.errors import UsageError
 if TYPE_CHECKING:
     from mla_cli.checkpoint.load import ModelSource
     from mla_cli.model.attention import LatentAttention
-    from mla_cli.model.decoder import Decoder
+    from mla_cli.model.decoder import Decoder, DecoderLayer
     from mla_cli.model.latent_weights import LatentWeights
 
 
@@ -59,6 +59,15 @@ def check_latent_strength(model: ModelSource, strength: float) -> None:
 
     if check_strength(strength) == 1:
         return
+    scheme = model.source.config.get("mla_kv_cache")
+    turned, kept = (scheme.get("rotation"), scheme.get("strength", 1)) if isinstance(scheme, dict) else (None, 1)
+    # A turn within the channels that are kept does not mix them with those that are dropped.
+    if turned in ("hadamard", "learned") and isinstance(kept, (int, float)) and strength < kept:
+        raise UsageError(
+            f"the latents of this checkpoint are turned ({turned}), so their first channels are no smaller latent any more",
+            where=f"--latent-strength {strength:g}",
+            fix="use the checkpoint that it was calibrated from, or leave the option out",
+        )
     for index in range(model.spec.num_layers if model.spec.is_latent else 0):
         attention = load_layer(model, index).self_attn
         if isinstance(attention, LatentAttention):
@@ -79,21 +88,21 @@ def with_latent_strength(decoder: Decoder, strength: float) -> Decoder:
     Raises:
         UsageError: out of range, or a layer's channels are not ordered.
     """
-    from mla_cli.model.attention import LatentAttention
-    from mla_cli.model.decoder import DecoderLayer
-
     if check_strength(strength) == 1:
         return decoder
-    layers = []
-    for index, layer in enumerate(decoder.layers):
-        assert isinstance(layer, DecoderLayer)
-        attention = layer.self_attn
-        if isinstance(attention, LatentAttention):
-            weights = _ordered_weights(attention)
-            narrow = weights.narrowed(kept_channels(weights.spec.kv_lora_rank, strength))
-            layer = layer.with_attention(narrow.module(index, dtype=decoder.dtype, device=decoder.device))
-        layers.append(layer)
-    return decoder.with_layers(layers)
+    return decoder.with_layers([narrowed_layer(layer, strength) for layer in decoder.layers])  # type: ignore[arg-type]
+
+
+def narrowed_layer(layer: DecoderLayer, strength: float) -> DecoderLayer:
+    """One layer of `with_latent_strength`; the layer itself where there is nothing to narrow."""
+    from mla_cli.model.attention import LatentAttention
+
+    attention = layer.self_attn
+    if strength == 1 or not isinstance(attention, LatentAttention):
+        return layer
+    weights, like = _ordered_weights(attention), attention.o_proj.weight
+    narrow = weights.narrowed(kept_channels(weights.spec.kv_lora_rank, strength))
+    return layer.with_attention(narrow.module(attention.layer, dtype=like.dtype, device=like.device))
 
 
 def _ordered_weights(attention: LatentAttention) -> LatentWeights:

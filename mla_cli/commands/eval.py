@@ -102,6 +102,7 @@ def command(
         ),
     ] = "auto",
     latent_strength: options.LatentStrength = 1.0,
+    weights: options.Weights = "float",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
@@ -110,7 +111,8 @@ def command(
     """Measure a checkpoint on tasks and text, beside the model it was made from.
 
     With --baseline both run on the same items: per metric the difference, its 95 % interval (paired bootstrap) and the
-    verdict against --max-drop. With --dtype auto a CPU computes in float32, a GPU in the stored type.
+    verdict against --max-drop. With --dtype auto a CPU computes in float32 (with --weights
+    int8 in bfloat16 where it has instructions for it), a GPU in the stored type.
 
     Examples:
 
@@ -149,6 +151,7 @@ def command(
         max_drop=max_drop,
         kv_dtype=kv_dtype,
         latent_strength=latent_strength,
+        weights=weights,
         dtype=options.resolve_dtype(dtype),
         device=options.resolve_device(device),
         seed=seed,

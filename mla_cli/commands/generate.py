@@ -118,6 +118,7 @@ def generate(
         ),
     ] = "auto",
     latent_strength: options.LatentStrength = 1.0,
+    weights: options.Weights = "float",
     max_batch: Annotated[
         int,
         typer.Option("--max-batch", metavar="N", min=1, help="Most prompts at a time.", rich_help_panel=RUNTIME),
@@ -139,7 +140,8 @@ def generate(
 ) -> None:
     """Continue a prompt, a file of prompts, or a conversation.
 
-    With --dtype auto a CPU computes in float32 (stored weights are widened without loss), a GPU in the stored type.
+    With --dtype auto a CPU computes in float32 (stored weights are widened without loss; with --weights int8 in bfloat16
+    where it has instructions for it), a GPU in the stored type.
     Answers to --prompts are JSON lines in the order of the prompts; a line that cannot be answered says why.
     CKPT may also be a model that was not converted: it runs with a standard cache.
 
@@ -177,6 +179,7 @@ def generate(
         kv_dtype=kv_dtype,
         backend=backend,
         latent_strength=latent_strength,
+        weights=weights,
         max_batch=max_batch,
         max_context=max_context,
     )

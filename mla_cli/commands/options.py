@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from mla_cli import console
 from mla_cli.checkpoint.latent_strength import check_strength
 from mla_cli.errors import UsageError
+from mla_cli.runtime.choices import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -181,6 +182,15 @@ LatentStrength = Annotated[
         help="Cache and use the first share S of each latent's channels, 0 < S <= 1.",
         rich_help_panel=RUNTIME,
         callback=check_strength,
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="int8: a byte a weight for the projections of attention and MLP.",
+        rich_help_panel=RUNTIME,
+        **one_of(*WEIGHTS),
     ),
 ]
 Threads = Annotated[

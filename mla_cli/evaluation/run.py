@@ -53,6 +53,7 @@ def evaluate(
     max_drop: float = 2.3,
     kv_dtype: str = "auto",
     latent_strength: float = 1.0,
+    weights: str = "float",
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -65,6 +66,7 @@ def evaluate(
         batch_size: sequences of a forward pass; None: as many as suit the device.
         max_drop: percent that a metric may be worse than the baseline's.
         latent_strength: share of the checkpoint's latent channels that is used (the baseline is used whole).
+        weights: `float`, or `int8` for the checkpoint's projections (the baseline's stay as they are).
 
     Raises:
         MlaError: a name, a file or a model cannot be used, or a model's output is not finite.
@@ -83,7 +85,7 @@ def evaluate(
         _check_comparable(other, source, words)
     with _loaded(plan) as tasks:
         work = _Work(plan, tasks, words, limit, batch_size)
-        candidate = _load(source, device, dtype, kv_dtype, latent_strength)
+        candidate = _load(source, device, dtype, kv_dtype, latent_strength, weights)
         facts, theirs_facts = candidate.facts, None
         results, theirs = _measure(candidate, work), {}
         kept = candidate if DIVERGENCE in plan.own else None
@@ -163,12 +165,19 @@ def _loaded(plan: TaskPlan) -> Iterator[dict[str, Any] | None]:
 
 
 def _load(
-    model: ModelSource, device: torch.device, dtype: torch.dtype | None, kv_dtype: str, latent_strength: float = 1.0
+    model: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    kv_dtype: str,
+    latent_strength: float = 1.0,
+    weights: str = "float",
 ) -> Subject:
     for remark in model.notes:
         note(remark)
     note(f"evaluating {model.source.name}")
-    return load_subject(model, device=device, dtype=dtype, kv_dtype=kv_dtype, latent_strength=latent_strength)
+    return load_subject(
+        model, device=device, dtype=dtype, kv_dtype=kv_dtype, latent_strength=latent_strength, weights=weights
+    )
 
 
 def _measure(subject: Subject, work: _Work) -> dict[str, TaskResult]:

@@ -7,24 +7,28 @@ from typing import Any
 
 import torch
 
-from mla_cli.checkpoint.latent_strength import check_latent_strength, with_latent_strength
-from mla_cli.checkpoint.load import ModelSource, load_decoder
+from mla_cli.checkpoint.latent_strength import check_latent_strength
+from mla_cli.checkpoint.load import ModelSource
 from mla_cli.errors import UsageError
 from mla_cli.evaluation.scoring import Quantizers
 from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
+from mla_cli.runtime.loading import computing_dtype, load_to_run
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What the measures need of a model. `name`: as the user wrote it; `latent_strength`: share of its latents in use."""
+    """What the measures need of a model. `name`: as the user wrote it; `latent_strength`: share of its latents in use;
+    `weights`: `float`, or `int8` for the projections.
+    """
 
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
     quantizers: Quantizers | None
     latent_strength: float = 1.0
+    weights: str = "float"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -34,6 +38,7 @@ class Subject:
         return {
             "name": self.name,
             "dtype": dtype,
+            "weights": self.weights,
             "kv_dtype": "+".join(sorted(kind or dtype for kind in kinds)),
             "latent_strength": self.latent_strength,
             "cache_bytes_per_token": self.decoder.make_cache(1, 1, self.quantizers).bytes_per_token(),
@@ -64,13 +69,15 @@ def load_subject(
     dtype: torch.dtype | None = None,
     kv_dtype: str = "auto",
     latent_strength: float = 1.0,
+    weights: str = "float",
 ) -> Subject:
     """Load a model to evaluate it.
 
     Args:
-        dtype: of the weights in memory; None: float32 on a CPU, as stored on a GPU.
+        dtype: of the weights in memory, and what is computed in; None: see `computing_dtype`.
         kv_dtype: how latents are cached; `auto`: as calibrated.
         latent_strength: share of each latent's channels, the first ones, that are cached and used.
+        weights: `float`, or `int8` for the projections.
     """
     check_kv_dtype(model, kv_dtype)
     check_latent_strength(model, latent_strength)
@@ -79,6 +86,7 @@ def load_subject(
         from mla_cli.checkpoint.kv_cache import quantizers_for
 
         quantizers = quantizers_for(model.source.config, model.spec, normalize_dtype(kv_dtype))
-    chosen = dtype or (torch.float32 if device.type == "cpu" else model.stored_dtype)
-    decoder = with_latent_strength(load_decoder(model, dtype=chosen, device=device), latent_strength)
-    return Subject(model.source.name, decoder, load_tokenizer(model.source.folder), quantizers, latent_strength)
+    chosen = computing_dtype(model, dtype, device, weights)
+    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=latent_strength, weights=weights)
+    tokenizer = load_tokenizer(model.source.folder)
+    return Subject(model.source.name, decoder, tokenizer, quantizers, latent_strength, weights)

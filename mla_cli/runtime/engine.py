@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_cli.checkpoint.latent_strength import check_latent_strength, with_latent_strength
-from mla_cli.checkpoint.load import ModelSource, load_decoder, open_model
+from mla_cli.checkpoint.latent_strength import check_latent_strength
+from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.errors import UsageError
 from mla_cli.kernels.quantized import LatentQuantizer, normalize_dtype
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
 from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
 from mla_cli.runtime.generator import Generator
+from mla_cli.runtime.int8_weights import weight_bytes
+from mla_cli.runtime.loading import computing_dtype, load_to_run
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ def open_engine(
     kv_dtype: str = "auto",
     backend: str = "auto",
     latent_strength: float = 1.0,
+    weights: str = "float",
     max_batch: int = DEFAULT_MAX_BATCH,
     max_context: int | None = None,
     logprobs: bool = False,
@@ -44,11 +47,11 @@ def open_engine(
     """Open a checkpoint, converted or not, with its tokenizer and its cache.
 
     Args:
-        dtype: of the weights in memory; None: float32 on a CPU (every CPU computes it well, and stored weights are
-            widened without loss), as stored on a GPU.
+        dtype: of the weights in memory, and what is computed in; None: see `computing_dtype`.
         kv_dtype: `auto` takes what the checkpoint was calibrated for, else the type that the decoder computes in.
         backend: `auto` and `cpu` compute through PyTorch, on a GPU too; `reference` in float64, to compare with.
         latent_strength: share of each latent's channels, the first ones, that are cached and used.
+        weights: `float`, or `int8` for the projections (see `int8_weights`).
     """
     check_backend(backend)
     device = torch.device(device)
@@ -58,8 +61,8 @@ def open_engine(
     wanted = normalize_dtype(kv_dtype)
     quantizers = _quantizers(model, wanted)
     stored = model.stored_dtype
-    chosen = dtype or (torch.float32 if device.type == "cpu" else stored)
-    decoder = with_latent_strength(load_decoder(model, dtype=chosen, device=device), latent_strength)
+    chosen = computing_dtype(model, dtype, device, weights)
+    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=latent_strength, weights=weights)
     decoder.backend = "reference" if backend == "reference" else "torch"
     generator = Generator(
         decoder,
@@ -71,6 +74,8 @@ def open_engine(
         logprobs=logprobs,
     )
     notes = [*model.notes, _how(device, chosen, stored, decoder.backend)]
+    if weights == "int8":
+        notes.append(f"projections in int8: {weight_bytes(decoder) / 2**20:,.0f} MiB of weights in memory")
     if latent_strength < 1:
         kept, whole = decoder.spec.cached_per_token, model.spec.cached_per_token
         notes.append(f"latent strength {latent_strength:g}: {kept:,} of {whole:,} numbers are cached a token")

@@ -1,0 +1,49 @@
+"""From an opened model to the decoder that runs: in which numbers, with which share of its latents, with which weights."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_cli.checkpoint.latent_strength import narrowed_layer
+from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
+from mla_cli.model.decoder import Decoder
+from mla_cli.runtime.int8_weights import with_int8_weights
+
+
+def computing_dtype(
+    model: ModelSource, asked: torch.dtype | None, device: torch.device, weights: str = "float"
+) -> torch.dtype:
+    """The type to compute in where none was asked for.
+
+    On a GPU it is the stored one, and on a CPU float32, which every CPU computes well. With INT8 weights it is bfloat16
+    where the CPU has instructions for it: in float32 such weights save memory, but a small model's step takes longer.
+    """
+    if asked is not None:
+        return asked
+    if device.type != "cpu":
+        return model.stored_dtype
+    # Asked of the machine, not measured: the same command must compute the same numbers under any load.
+    has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return torch.bfloat16 if weights == "int8" and has_bfloat16() else torch.float32
+
+
+def load_to_run(
+    model: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    latent_strength: float = 1.0,
+    weights: str = "float",
+) -> Decoder:
+    """The whole decoder, each layer made ready before the next one is read: one layer at most is in memory twice.
+
+    Args:
+        latent_strength: share of each latent's channels, the first ones, that are cached and used.
+        weights: `float` (in `dtype`) or `int8` (of the projections).
+    """
+    frame = load_frame(model, dtype=dtype, device=device)
+    layers = []
+    for index in range(model.spec.num_layers):
+        layer = narrowed_layer(load_layer(model, index, dtype=dtype, device=device), latent_strength)
+        layers.append(with_int8_weights(layer) if weights == "int8" else layer)
+    return frame.with_layers(layers)
