@@ -260,7 +260,7 @@ class StaticStore(Store):
     def rescale(self, row: int, factor: float, start: int) -> None:
         """From place `start` on (the row's end), a row's range is `factor` times the calibrated one."""
         clip = self.quantizer.clip
-        wider = tuple(factor * each for each in clip) if isinstance(clip, tuple) else factor * clip
+        wider = tuple(_finite(factor * each) for each in clip) if isinstance(clip, tuple) else _finite(factor * clip)
         if self._used[row] == self.starts.shape[1]:
             self.scales = torch.cat((self.scales, self.scales[:, -1:]), dim=1)
             self.starts = torch.cat((self.starts, self.starts[:, -1:]), dim=1)
@@ -319,6 +319,10 @@ def _codes(
 
 def _rows(places: Tensor) -> Tensor:
     return torch.arange(places.shape[0], device=places.device)
+
+
+def _finite(clip: float) -> float:
+    return min(clip, torch.finfo(torch.float32).max)
 
 
 def _repeat_last(tensor: Tensor, columns: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder
+from mla_cli.runtime.live_range import LiveRange
 from mla_cli.runtime.sampling import RowSampler, Sampled
 from mla_cli.runtime.sequence import ActiveSequence
 
@@ -40,6 +41,7 @@ class Batch:
 
     Args:
         make_cache: an empty cache for so many sequences.
+        live: watches latents whose scales are static, and changes these.
 
     Attributes:
         rows: the sequence of each row of the cache; None: vacant.
@@ -51,8 +53,10 @@ class Batch:
         make_cache: Callable[[int], Cache],
         *,
         logprobs: bool,
+        live: LiveRange | None = None,
     ) -> None:
         self.rows: list[ActiveSequence | None] = []
+        self._live = live
         self._decoder, self._make_cache, self._logprobs = decoder, make_cache, logprobs
         self._cache: Cache | None = None
         self._sampler: RowSampler | None = None  # None: the rows have changed
@@ -88,6 +92,8 @@ class Batch:
         """Make a sequence's row vacant."""
         self.rows[self.rows.index(sequence)] = None
         self._sampler = None
+        if self._live is not None:
+            self._live.forget(sequence)
 
     @torch.inference_mode()
     def step(self) -> Sampled:
@@ -98,6 +104,9 @@ class Batch:
             self._sampler = self._new_sampler(active)
             self._tokens = torch.tensor([[s.tokens[-1]] for s in active], device=self._decoder.device)
         hidden = self._decoder(self._tokens, self._filled)  # [B, 1, D]
+        if self._live is not None:
+            for row, factors in self._live.step(self._filled.latest_ranges(), self.active):
+                self._filled.rescale(row, factors)
         sampled = self._sampler(self._decoder.logits(hidden[:, -1]))
         self._tokens = sampled.ids[:, None]
         return sampled
@@ -131,6 +140,8 @@ class Batch:
             tokens = padded[:, start : start + chunk].to(decoder.device)  # [B, T]
             counts = (lengths - start).clamp(0, tokens.shape[1])
             hidden = decoder(tokens, cache, counts)  # [B, T, D]
+            if self._live is not None:
+                self._live.see(cache.latest_ranges(), counts)
             ending = ((lengths > start) & (lengths <= start + chunk)).nonzero()[:, 0]
             last[ending.to(decoder.device)] = hidden[ending, counts[ending] - 1]
         return cache, decoder.logits(last)

@@ -2,7 +2,8 @@
 
 Greedy tokens of a request run on its own are the same in every run, bit for bit. Among others its logits may differ by
 the rounding of another matrix shape (float32: log-probabilities within 1e-4), so its text differs only where two tokens
-are that close. Sampled tokens depend on the request's own seed, and on its neighbours in no other way.
+are that close. Sampled tokens depend on the request's own seed, and on its neighbours in no other way. Static ranges of the
+cache follow each request's own tokens (see `live_range`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer
 from mla_cli.runtime.batch import Batch, prefill_groups
 from mla_cli.runtime.choices import DEFAULT_MAX_BATCH
+from mla_cli.runtime.live_range import LiveRange, StaticRanges
 from mla_cli.runtime.request import Completion, Event, Failure, Request, Text
 from mla_cli.runtime.sampling import Sampled
 from mla_cli.runtime.sequence import ActiveSequence
@@ -32,6 +34,7 @@ class Generator:
     Args:
         decoder: of a converted or an unconverted model; tokenizer: its own.
         quantizers: how the latents are cached (see `Cache`); None: not quantised.
+        ranges: what calibration says of static ranges, which then follow the text; None: they stay as they are.
         cache_dtype: type of what is cached unquantised; None: the decoder's.
         max_batch: most requests that run together; the others wait.
         max_context: most tokens of prompt and answer together; never more than the model has positions for.
@@ -47,6 +50,7 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         quantizers: tuple[LatentQuantizer | None, ...] | None = None,
+        ranges: StaticRanges | None = None,
         cache_dtype: torch.dtype | None = None,
         max_batch: int = DEFAULT_MAX_BATCH,
         max_context: int | None = None,
@@ -62,7 +66,8 @@ class Generator:
             decoder.make_cache, capacity=self.context, quantizers=quantizers, dtype=cache_dtype or decoder.dtype
         )
         self._max_batch, self._logprobs = max_batch, logprobs
-        self.statistics = Statistics(self._make_cache(1).bytes_per_token())
+        self._live = None if ranges is None else LiveRange(ranges)
+        self.statistics = Statistics(self._make_cache(1).bytes_per_token(), live=self._live)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion | Failure]:
         """Answer requests, in their order; one that cannot be answered gives a `Failure`."""
@@ -93,7 +98,7 @@ class Generator:
                 waiting.append(self._prepare(index, request, started))
             except MlaError as error:
                 yield Failure(index, error)
-        batch = Batch(self.decoder, self._make_cache, logprobs=self._logprobs)
+        batch = Batch(self.decoder, self._make_cache, logprobs=self._logprobs, live=self._live)
         while waiting or batch.active:
             free = min(self._max_batch - len(batch.active), len(waiting))
             if free:

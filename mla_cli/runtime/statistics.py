@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mla_cli.runtime.live_range import LiveRange
+
 
 @dataclass
 class Statistics:
@@ -19,11 +21,13 @@ class Statistics:
         first_token_s: one a request, from its handing in to its first token, waiting for a place included.
         between_tokens_s: one a token after the first of its request, as a reader of the stream waits for it.
         prefill_s: spent on prompts; busy_s: on all.
+        live: watches latents whose ranges are static, if there are any.
         cache_bytes_per_token: of one sequence, over all layers; cache_bytes: most that was allocated for all sequences.
     """
 
     cache_bytes_per_token: int = 0
     cache_bytes: int = 0
+    live: LiveRange | None = None
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_s: float = 0.0
@@ -43,6 +47,7 @@ class Statistics:
             "prefill_tokens_per_s": _rate(self.prompt_tokens, self.prefill_s),
             "cache_bytes_per_token": self.cache_bytes_per_token,
             "cache_bytes": self.cache_bytes,
+            "latent_range_drift": None if self.live is None else self.live.drift,
             "peak_rss_bytes": peak_rss_bytes(),
             "peak_device_bytes": peak_device_bytes(),
         }
@@ -58,6 +63,7 @@ _ROWS = (
     ("prompt tokens per second", "prefill_tokens_per_s", "rate"),
     ("cache bytes per token", "cache_bytes_per_token", "count"),
     ("cache bytes allocated", "cache_bytes", "count"),
+    ("latent range drift", "latent_range_drift", "ratio"),
     ("peak memory of the process", "peak_rss_bytes", "MiB"),
     ("peak memory of the device", "peak_device_bytes", "MiB"),
 )
@@ -73,6 +79,8 @@ def table(summary: dict[str, Any]) -> str:
 def _shown(value: float, unit: str) -> str:
     if unit == "MiB":
         return f"{value / 2**20:,.0f} MiB"
+    if unit == "ratio":
+        return f"{value:.2f}"
     return f"{value:,}" if unit == "count" else f"{value:,.1f}{' ms' if unit == 'ms' else ''}"
 
 
