@@ -13,7 +13,7 @@ import torch
 
 from mla_cli.calibration.choose_texts import choose_texts
 from mla_cli.calibration.clipping import choose_clip
-from mla_cli.calibration.observers import LatentObserver, LatentRange, check_complete
+from mla_cli.calibration.observers import QUANTILES, LatentObserver, LatentRange, check_complete
 from mla_cli.calibration.passes import measure_cost, watch_latents
 from mla_cli.calibration.report import build_report
 from mla_cli.calibration.texts import CalibrationTexts, hold_out
@@ -129,7 +129,7 @@ def _scheme(ranges: list[LatentRange | None], texts: CalibrationTexts, options: 
             layers.append(LayerRange("bf16", None, 0.0))
         else:
             clip = choose_clip(seen, options.kv_dtype, options.scales)
-            layers.append(LayerRange(options.kv_dtype, clip, seen.amax))
+            layers.append(LayerRange(options.kv_dtype, clip, seen.amax, seen.token_amax[QUANTILES.index(0.99)]))
     return KvScheme(
         options.kv_dtype, options.scales, tuple(layers), len(texts.lengths), texts.tokens, texts.origin
     )  # fmt: skip
