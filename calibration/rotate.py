@@ -20,15 +20,12 @@ from __future__ import annotations
 import math
 from functools import cache
 from random import Random
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mla_cli.checkpoint.kv_cache import Rotation
 from mla_cli.kernels.quantized import GROUP
-
-Rotation = Literal["none", "hadamard", "learned"]
-ROTATIONS: tuple[Rotation, ...] = ("none", "hadamard", "learned")
 
 DAMPING = 1e-6  # of the mean eigenvalue: moments of few tokens are singular
 TRIAL_STEPS, STEPS = 20, 100  # from each start, and on from the best

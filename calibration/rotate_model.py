@@ -53,9 +53,9 @@ def turned_tensors(spec: LatentAttentionSpec, tensors: Mapping[str, Tensor], tur
     """
     k, plain = len(turn), {name: tensor.detach().cpu().double() for name, tensor in tensors.items()}
     norm = plain.get(NORM)
-    if k > turned_channels(spec, norm):
-        raise MlaError(f"a turn of {k} channels does not fit a latent of {spec.kv_lora_rank} with constant channels")
     whole = turned_channels(spec, norm)
+    if k > whole:
+        raise MlaError(f"a turn of {k} channels does not fit a latent of {spec.kv_lora_rank} with constant channels")
     shares = norm_shares(norm, whole)
 
     def turned_rows(tensor: Tensor) -> Tensor:

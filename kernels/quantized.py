@@ -57,6 +57,11 @@ def normalize_dtype(name: str) -> str:
     return _ALIASES.get(lowered, lowered)
 
 
+def group_of(dtype: str) -> int | None:
+    """Channels of a latent that share a scale in this cache type; None: all of them."""
+    return GROUP if dtype == "int4" else None
+
+
 @dataclass(frozen=True)
 class LatentQuantizer:
     """How one layer's cache entries are stored.
@@ -104,7 +109,7 @@ class LatentQuantizer:
     @property
     def group(self) -> int | None:
         """Channels that share a scale; None: all of a latent."""
-        return GROUP if self.dtype == "int4" else None
+        return group_of(self.dtype)
 
     @property
     def rope(self) -> LatentQuantizer | None:
@@ -113,7 +118,7 @@ class LatentQuantizer:
 
     def groups(self, width: int) -> int:
         """Scales of a latent of `width` channels, `G`."""
-        return -(-width // GROUP) if self.dtype == "int4" else 1
+        return 1 if self.group is None else -(-width // self.group)
 
     def code_width(self, width: int) -> int:
         """Numbers in which the codes of `width` channels are stored."""

@@ -8,6 +8,7 @@ The last table of docs/decisions/0002 comes from this script.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from mla_cli.converters.held_out import measure, source_and
 from mla_cli.converters.rotary_split import split_rotary
 from mla_cli.converters.statistics import second_moment, tempered, with_constant
 from mla_cli.model.attention import Record
+from mla_cli.model.latent_weights import LatentWeights
 from mla_cli.model.tokenizer import load_tokenizer
 
 # Powers of |g| that a token weighs by in the moment of its input.
@@ -88,10 +90,10 @@ def main() -> None:
 
 def _moments(
     bank: LayerBank,
-    wide: list,
+    wide: Sequence[LatentWeights],
     sequences: Tensor,
     lengths: Tensor,
-    batches: Batches,  # type: ignore[type-arg]
+    batches: Batches,
 ) -> tuple[dict[float, list[Tensor]], list[Tensor], list[Tensor], list[float]]:
     # Moments of inputs by power of |g|; of gradients, plain and divided by |g|; effective number of tokens, one a layer each.
     hidden, rank = bank.model.spec.hidden_size + 1, wide[0].spec.kv_lora_rank

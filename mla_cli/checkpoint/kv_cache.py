@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from mla_cli.checkpoint.deepseek_form import free_rank
 from mla_cli.checkpoint.latent_strength import kept_channels
@@ -30,13 +30,13 @@ from mla_cli.console import warn
 from mla_cli.errors import InputError, UsageError
 from mla_cli.kernels.quantized import (
     GRANULARITIES,
-    GROUP,
     LIMITS,
     ROPE_DTYPES,
     CacheDtype,
     Granularity,
     LatentQuantizer,
     RopeDtype,
+    group_of,
     normalize_dtype,
 )
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
@@ -44,7 +44,6 @@ from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 KEY = "mla_kv_cache"
 VERSION = 2
 Rotation = Literal["none", "hadamard", "learned"]
-ROTATIONS = ("none", "hadamard", "learned")
 Quantizers = tuple[LatentQuantizer | None, ...]
 
 _DTYPES = tuple(LIMITS)
@@ -114,7 +113,7 @@ class KvScheme:
     @property
     def group(self) -> int | None:
         """Channels that share a scale; None: all of a latent."""
-        return GROUP if self.dtype == "int4" else None
+        return group_of(self.dtype)
 
     def quantizers(self) -> Quantizers:
         """What the cache takes, one a layer."""
@@ -275,10 +274,10 @@ def read_scheme(config: dict[str, Any], spec: DecoderSpec) -> KvScheme | None:
 def _later_entries(stored: dict[str, Any]) -> dict[str, Any]:
     """What version 1 did not have."""
     group, every, strength, most = (stored[key] for key in ("group", "every", "strength", "max_loss"))
-    expected = GROUP if stored["dtype"] == "int4" else None
+    expected = group_of(stored["dtype"])
     if group != expected or isinstance(group, bool):
         raise _unsound(f"{group!r} is not {expected} as {stored['dtype']} has it", f"{KEY}.group")
-    _check_choice(stored["rotation"], ROTATIONS, f"{KEY}.rotation")
+    _check_choice(stored["rotation"], get_args(Rotation), f"{KEY}.rotation")
     if every is not None and (stored["granularity"] != "static" or not _is_whole(every) or every < 1):
         raise _unsound(f"{every!r} is no number of steps from 1, which static scales alone have", f"{KEY}.every")
     if not _is_number(strength) or not 0 < strength <= 1:

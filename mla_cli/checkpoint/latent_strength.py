@@ -54,12 +54,13 @@ def check_latent_strength(model: ModelSource, strength: float) -> None:
     Raises:
         UsageError: out of range, or the model has no latents whose channels are ordered.
     """
+    from mla_cli.checkpoint.kv_cache import KEY
     from mla_cli.checkpoint.load import load_layer
     from mla_cli.model.attention import LatentAttention
 
     if check_strength(strength) == 1:
         return
-    scheme = model.source.config.get("mla_kv_cache")
+    scheme = model.source.config.get(KEY)
     turned, kept = (scheme.get("rotation"), scheme.get("strength", 1)) if isinstance(scheme, dict) else (None, 1)
     # A turn within the channels that are kept does not mix them with those that are dropped.
     if turned in ("hadamard", "learned") and isinstance(kept, (int, float)) and strength < kept:

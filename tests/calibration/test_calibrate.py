@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mla_cli.calibration import calibrate as module
-from mla_cli.calibration.calibrate import CalibrateOptions, calibrate
+from mla_cli.calibration.calibrate import calibrate
 from mla_cli.calibration.choose_texts import choose_texts
 from mla_cli.calibration.clipping import choose_clip, clip_error
 from mla_cli.calibration.observers import LatentObserver, LatentRange, check_complete
@@ -21,30 +20,13 @@ from mla_cli.calibration.report import MOST_LOSS_PERCENT
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.kv_cache import KEY, quantizers_for
 from mla_cli.checkpoint.load import load_decoder, open_model
-from mla_cli.converters.convert import convert
-from mla_cli.converters.options import ConvertOptions
 from mla_cli.errors import InputError, MlaError, OutputError, UsageError
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.attention import LatentAttention
 from mla_cli.model.cache import Cache
 from mla_cli.model.tokenizer import load_tokenizer
-from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
-
-CPU = torch.device("cpu")
-ROOMY = {"hidden_size": 48, "initializer_range": 0.15}  # logits that quantised latents move a little, not wildly
-
-
-def converted(folder: Path, family: str = "llama", **changes: Any) -> Path:
-    """A tiny source, converted; `form`, `rank` and `rope` say how."""
-    form, rank, rope = changes.pop("form", "native"), changes.pop("rank", 24), changes.pop("rope", 8)
-    save_tiny(folder / "source", family, **{**ROOMY, **changes})
-    save_tokenizer(folder / "source")
-    text = save_text(folder / "text.txt")
-    options = ConvertOptions(
-        calib=str(text), samples=16, seq_len=32, kv_lora_rank=rank, qk_rope_head_dim=rope, format=form
-    )
-    convert(str(folder / "source"), folder / "mla", options, device=CPU, command="mla convert")
-    return folder / "mla"
+from tests.calibration.support import CPU, RAGGED, converted, edit_weights, options, read, texts_of
+from tests.tiny import random_tokens
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +41,6 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
     shutil.copytree(pristine, tmp_path / "mla")
     shutil.copy(pristine.parent / "text.txt", tmp_path / "text.txt")
     return tmp_path / "mla"
-
-
-def options(checkpoint: Path, **changes: Any) -> CalibrateOptions:
-    chosen = CalibrateOptions(calib=str(checkpoint.parent / "text.txt"), samples=64, seq_len=32)
-    return replace(chosen, **changes)
-
-
-def read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def texts_of(rows: list[list[int]], pad: int = 0) -> CalibrationTexts:
-    sequences = torch.full((len(rows), max(map(len, rows))), pad)
-    for place, row in zip(sequences, rows, strict=True):
-        place[: len(row)] = torch.tensor(row)
-    return CalibrationTexts(sequences, torch.tensor([len(row) for row in rows]), "test", 0, len(rows))
-
-
-RAGGED = [random_tokens(1, 3 + 5 * i, seed=i)[0].tolist() for i in range(8)]
-
-
-def edit_weights(checkpoint: Path, change: Any) -> None:
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 # --- what is seen --------------------------------------------------------------------------------------------------------
