@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mla_cli.calibration.choose import (
+    Candidate,
+    Chooser,
+    Plan,
+    bytes_per_token,
+    check_rotation,
+    choose_rotation,
+    choose_within,
+)
 from mla_cli.calibration.choose_texts import choose_texts
-from mla_cli.calibration.clipping import choose_clip
+from mla_cli.calibration.clipping import Clip, choose_clip
+from mla_cli.calibration.fallback import Fallback, fall_back
 from mla_cli.calibration.observers import QUANTILES, LatentObserver, LatentRange, check_complete
-from mla_cli.calibration.passes import measure_cost, watch_latents
-from mla_cli.calibration.report import build_report
-from mla_cli.calibration.texts import CalibrationTexts, hold_out
-from mla_cli.checkpoint.kv_cache import KEY, KvScheme, LayerRange, read_scheme, stored_scheme
+from mla_cli.calibration.passes import HeldOut, HeldOutCost, watch_latents
+from mla_cli.calibration.report import Calibration, build_report
+from mla_cli.calibration.sensitivity import SEQUENCES, Sensitivity, by_content, measure_sensitivity
+from mla_cli.calibration.store import REPORT_KEY, check_target, folded_rotation, stored_report, write_calibration
+from mla_cli.calibration.texts import CalibrationTexts, first, hold_out
+from mla_cli.calibration.variants import Variant
+from mla_cli.checkpoint.engine_scales import make_engine_scales
+from mla_cli.checkpoint.kv_cache import REACH_QUANTILE, KvScheme, LayerRange, Quantizers, Rotation
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.weight_file import read_json_object
-from mla_cli.checkpoint.writer import CheckpointWriter, check_output, replace_files
 from mla_cli.console import note, progress, warn
-from mla_cli.errors import MlaError, OutputError, UsageError
-from mla_cli.kernels.quantized import CacheDtype, Granularity
-from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
+from mla_cli.errors import UsageError
+from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, RopeDtype, group_of
+from mla_cli.model.spec import LatentAttentionSpec
 from mla_cli.model.tokenizer import load_tokenizer
 
-CONFIG, REPORT, REPORT_KEY = "config.json", "mla_report.json", "calibration_kv"
 # Held-out sequences for the report: enough to tell half a percent of perplexity, few enough to cost seconds.
 HELD_OUT = 16
-# Other files that a checkpoint of ours has, and that a copy keeps.
-_OWN_FILES = ("README.md", "generate.py", "mla_report.html", "mla_report.png")
+# Sequences that rotations, and caches within a budget, are compared on. The divergence tells them apart sooner than perplexity.
+COMPARED, COMPARED_IN_BUDGET = 8, 4
+MAX_LOSS = 1.0  # percent of perplexity, the whole model: about what a reader of benchmarks takes for noise
+EVERY = 1000  # decode steps
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """Options of `mla calibrate`, in the terms of its help."""
+    """Options of `mla calibrate`, in the terms of its help.
 
-    kv_dtype: CacheDtype = "int8"
+    Attributes:
+        kv_dtype: None: INT8, or what is best within `budget_bytes`. rotation: None: by measurement.
+        max_loss: None: `MAX_LOSS`; within `budget_bytes` no layer may take more bytes for it.
+        every: None: `EVERY`, where scales are static.
+    """
+
+    kv_dtype: CacheDtype | None = None
     scales: Granularity = "token"
+    rotation: Rotation | None = None
+    rope_dtype: RopeDtype = "bfloat16"
+    max_loss: float | None = None
+    every: int | None = None
+    budget_bytes: int | None = None
     calib: str = "auto"
     samples: int = 512
     seq_len: int = 512
@@ -70,37 +94,59 @@ def calibrate(checkpoint: str, out: Path | None, options: CalibrateOptions, devi
     )  # fmt: skip
     fitted, unseen = hold_out(texts, HELD_OUT)
 
-    ranges = _ranges(model.spec, watch_latents(model, fitted, dtype=watched_in, device=device), fitted.tokens)
-    scheme = _scheme(ranges, fitted, options)
-    cost = measure_cost(model, unseen, scheme.quantizers(), dtype=measured_in, device=device)
-    report = build_report(model, scheme, ranges, cost, fitted, unseen, watched_in=watched_in, measured_in=measured_in)
+    weighed, compared = _parts(fitted, COMPARED if options.budget_bytes is None else COMPARED_IN_BUDGET)
+    sensitivity = measure_sensitivity(model, weighed, compute=watched_in, device=device, seed=options.seed)
+    chooser = Chooser(
+        model, sensitivity, HeldOut(model, compared, dtype=measured_in, device=device),
+        granularity=options.scales, rope_dtype=options.rope_dtype, folded=folded_rotation(model),
+    )  # fmt: skip
+    plan, candidates = _plan(chooser, options)
+    variant, sensitivity = plan.variant(model), chooser.sensitivity_with(plan)
+
+    ranges = _ranges(model, plan, variant, fitted, options, watched_in, device)
+    clips = _clips(ranges, sensitivity, plan, options)
+    held_out = HeldOut(model, unseen, dtype=measured_in, device=device)
+    fallback, cost = _fall_back(held_out, variant, _quantizers(clips, plan, options), clips, options)
+    found = Calibration(
+        plan=plan, scheme=_scheme(plan, ranges, clips, fallback, fitted, options), ranges=ranges, clips=clips,
+        cost=cost, fallback=fallback, candidates=candidates, fitted=fitted, unseen=unseen, weighed=weighed,
+        compared=compared if candidates else None, budget=options.budget_bytes, watched_in=watched_in,
+        measured_in=measured_in,
+        bytes=lambda quantizers: bytes_per_token(model, variant.spec, quantizers),
+        unquantised_bytes=bytes_per_token(model, model.spec, None),
+        earlier=_earlier(model),
+    )  # fmt: skip
+    rotary = [0.0 if seen is None else seen.rotary for seen in ranges]
+    scales = make_engine_scales(read_json_object(model.source.folder / "config.json"), found.scheme, rotary)
+    report = build_report(found, scales)
     for warning in report["warnings"]:
         warn(warning)
-    _write(model, out, scheme, report, options)
+    write_calibration(model, out, found.scheme, plan.turns, scales, report, force=options.force)
     target = model.source.folder if out is None else out
     return {"checkpoint": str(target), **report, "seconds": round(time.monotonic() - begun, 2)}
 
 
 def _check(model: ModelSource, out: Path | None, options: CalibrateOptions) -> None:
     """Refuse what cannot end well, before any long work."""
-    folder = model.source.folder
+    if options.every is not None and options.scales != "static":
+        raise UsageError(
+            "only static scales are derived anew: others follow each token anyway", where="--every",
+            fix="add --scales static, or leave the option out",
+        )  # fmt: skip
+    if options.max_loss is not None and options.budget_bytes is not None:
+        raise UsageError(
+            "layers left in bfloat16 for --max-loss take bytes that --budget-bytes does not grant",
+            where="--max-loss",
+            fix="give one of the two",
+        )
     if not model.spec.is_latent:
         raise UsageError(
             f"this {model.spec.model_type} model caches keys and values; only latents are calibrated",
             where=model.source.name,
             fix="convert it first (`mla convert`)",
         )
-    _stored_report(folder)
-    if out is not None:
-        size = sum(file.stat().st_size for file in model.source.tensors.files)
-        check_output(out, options.force, source=folder, needed_bytes=size)
-        return
-    for name in (CONFIG, REPORT):
-        if (folder / name).is_symlink():
-            what = f"{name} is a link into a download cache, which is not changed"
-            raise OutputError(what, where=folder, fix="give --out, so that a new checkpoint is written")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError("the checkpoint's folder cannot be written to", where=folder, fix="give --out")
+    check_rotation(folded_rotation(model), options.rotation)
+    check_target(model, out, force=options.force)
 
 
 def _dtypes(model: ModelSource, options: CalibrateOptions, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -115,54 +161,131 @@ def _dtypes(model: ModelSource, options: CalibrateOptions, device: torch.device)
     return torch.bfloat16 if fast else torch.float32, torch.float32
 
 
-def _ranges(spec: DecoderSpec, observers: list[LatentObserver], tokens: int) -> list[LatentRange | None]:
-    """What each layer's observer saw; None for layers without a latent."""
-    latent = [isinstance(attention, LatentAttentionSpec) for attention in spec.attention]
-    check_complete([observer for observer, used in zip(observers, latent, strict=True) if used], tokens)
+def _parts(fitted: CalibrationTexts, compared: int) -> tuple[CalibrationTexts, CalibrationTexts]:
+    """Sequences to weigh errors on, and others to compare plans on (the same where there are few)."""
+    ordered = by_content(fitted)
+    compared = min(compared, max(1, len(ordered.lengths) // 2))
+    weighed = first(ordered, min(SEQUENCES, max(1, len(ordered.lengths) - compared)))
+    rest = slice(-compared, None)
+    return weighed, CalibrationTexts(
+        ordered.sequences[rest], ordered.lengths[rest], ordered.origin, ordered.skipped, ordered.requested
+    )
+
+
+def _plan(chooser: Chooser, options: CalibrateOptions) -> tuple[Plan, list[Candidate]]:
+    if options.budget_bytes is not None:
+        return choose_within(chooser, options.budget_bytes, options.rotation, options.kv_dtype)
+    return choose_rotation(chooser, options.kv_dtype or "int8", options.rotation, _max_loss(options))
+
+
+def _max_loss(options: CalibrateOptions) -> float:
+    return MAX_LOSS if options.max_loss is None else options.max_loss
+
+
+def _earlier(model: ModelSource) -> list[dict[str, Any]]:
+    """What an earlier calibration measured to choose the rotation that is in the weights."""
+    told = stored_report(model.source.folder).get(REPORT_KEY)
+    rotation = told.get("rotation") if isinstance(told, dict) else None
+    measured = rotation.get("measured") if isinstance(rotation, dict) else None
+    return measured if isinstance(measured, list) and folded_rotation(model) != "none" else []
+
+
+def _ranges(
+    model: ModelSource,
+    plan: Plan,
+    variant: Variant,
+    texts: CalibrationTexts,
+    options: CalibrateOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[LatentRange | None]:
+    """What each layer's observer saw; None for layers without a latent, or where nothing is quantised."""
+    latent = [isinstance(attention, LatentAttentionSpec) for attention in model.spec.attention]
+    if plan.dtype is None:
+        return [None] * len(latent)
+    observers: list[LatentObserver] = watch_latents(
+        model, texts, dtype=dtype, device=device, variant=variant, kv_dtype=plan.dtype, granularity=options.scales
+    )  # fmt: skip
+    check_complete([observer for observer, used in zip(observers, latent, strict=True) if used], texts.tokens)
     return [observer.result() if used else None for observer, used in zip(observers, latent, strict=True)]
 
 
-def _scheme(ranges: list[LatentRange | None], texts: CalibrationTexts, options: CalibrateOptions) -> KvScheme:
+def _clips(
+    ranges: Sequence[LatentRange | None],
+    sensitivity: Sequence[Sensitivity | None],
+    plan: Plan,
+    options: CalibrateOptions,
+) -> list[Clip | None]:
+    group = None if plan.dtype is None else group_of(plan.dtype)
+    clips: list[Clip | None] = []
+    for seen, weighed in progress(list(zip(ranges, sensitivity, strict=True)), "choosing ranges", unit="layer"):
+        if seen is None or weighed is None or plan.dtype is None:
+            clips.append(None)
+            continue
+        # A page's range says little about how large its tokens are.
+        weights = weighed.weights(seen, group, by_size=options.scales != "page")
+        clips.append(choose_clip(seen, weights, plan.dtype, options.scales))
+    return clips
+
+
+def _quantizers(clips: Sequence[Clip | None], plan: Plan, options: CalibrateOptions) -> Quantizers:
+    def quantizer(clip: Clip | None) -> LatentQuantizer | None:
+        if clip is None or plan.dtype is None:
+            return None
+        reach = float("inf") if clip.reach is None else clip.reach
+        return LatentQuantizer(plan.dtype, options.scales, reach, options.rope_dtype)
+
+    return tuple(quantizer(clip) for clip in clips)
+
+
+def _fall_back(
+    held_out: HeldOut,
+    variant: Variant,
+    quantizers: Quantizers,
+    clips: Sequence[Clip | None],
+    options: CalibrateOptions,
+) -> tuple[Fallback, HeldOutCost]:
+    """Layers that stay unquantised, and what each layer costs by itself."""
+    cost = held_out.costs([variant.cached(quantizers)], layers=True, title="measuring on held-out text")[0]
+    fallback = fall_back(
+        quantizers,
+        [0.0 if clip is None else clip.loss for clip in clips],
+        cost,
+        _max_loss(options) if options.budget_bytes is None else None,
+        lambda others: held_out.costs([variant.cached(others)], title="leaving layers unquantised")[0],
+    )
+    return fallback, cost
+
+
+def _scheme(
+    plan: Plan,
+    ranges: Sequence[LatentRange | None],
+    clips: Sequence[Clip | None],
+    fallback: Fallback,
+    texts: CalibrationTexts,
+    options: CalibrateOptions,
+) -> KvScheme:
     layers = []
-    for seen in progress(ranges, "choosing ranges", unit="layer"):
+    for seen, clip, quantizer in zip(ranges, clips, fallback.quantizers, strict=True):
         if seen is None:
             layers.append(LayerRange("bf16", None, 0.0))
+            continue
+        usual = seen.token_amax[QUANTILES.index(REACH_QUANTILE)]
+        if quantizer is None or clip is None:
+            layers.append(LayerRange("bf16", None, seen.amax, usual))
         else:
-            clip = choose_clip(seen, options.kv_dtype, options.scales)
-            layers.append(LayerRange(options.kv_dtype, clip, seen.amax, seen.token_amax[QUANTILES.index(0.99)]))
+            layers.append(LayerRange(quantizer.dtype, clip.reach, seen.amax, usual))
+    dtype = plan.dtype or "int8"  # of no layer then
     return KvScheme(
-        options.kv_dtype, options.scales, tuple(layers), len(texts.lengths), texts.tokens, texts.origin
-    )  # fmt: skip
-
-
-def _write(
-    model: ModelSource, out: Path | None, scheme: KvScheme, report: dict[str, Any], options: CalibrateOptions
-) -> None:
-    folder = model.source.folder
-    config = {**read_json_object(folder / CONFIG), KEY: stored_scheme(scheme)}
-    full = {**_stored_report(folder), REPORT_KEY: report}
-    if out is None:
-        replace_files(folder, {REPORT: _json(full), CONFIG: _json(config)})
-    else:
-        with CheckpointWriter(out, force=options.force, source=folder) as writer:
-            for name in progress(list(model.source.tensors.infos), "copying", unit="tensor"):
-                writer.add(name, model.source.tensors.read(name))
-            for file in model.source.companion_files():
-                writer.copy(file)
-            for name in _OWN_FILES:
-                if (folder / name).is_file():
-                    writer.copy(folder / name)
-            writer.write_json(REPORT, full)
-            writer.write_json(CONFIG, config)
-    target = folder if out is None else out
-    if read_scheme(read_json_object(target / CONFIG), model.spec) != scheme:
-        raise MlaError("the scheme that was written cannot be read back", where=target / CONFIG, fix="check the disk")
-
-
-def _stored_report(folder: Path) -> dict[str, Any]:
-    file = folder / REPORT
-    return read_json_object(file) if file.exists() else {}
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        dtype=dtype,
+        granularity=options.scales,
+        layers=tuple(layers),
+        samples=len(texts.lengths),
+        tokens=texts.tokens,
+        origin=texts.origin,
+        rope_dtype="bfloat16" if plan.dtype is None else options.rope_dtype,  # nothing is quantised then
+        rotation=plan.rotation,
+        every=(options.every or EVERY) if options.scales == "static" and plan.dtype is not None else None,
+        strength=plan.strength,
+        max_loss=_max_loss(options) if options.budget_bytes is None else None,
+    )

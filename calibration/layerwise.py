@@ -140,9 +140,10 @@ def run(
                 with torch.enable_grad(), computing_in(compute, frame.device):
                     out = layer(x, micro_step, record)
                     # The first layer's input gradient is not needed by anyone, but costs little.
-                    to_x, to_latent = torch.autograd.grad(out, (x, record["latent"]), gradient[m].to(out.dtype))
-                observe_gradient(index, {k: v.detach() for k, v in record.items()}, to_latent, valid[m])
-                gradient[m] = to_x
+                    sought = [x, *([record["latent"]] if "latent" in record else [])]
+                    gradient[m], *to_latent = torch.autograd.grad(out, sought, gradient[m].to(out.dtype))
+                if to_latent:  # a layer without latents is passed by
+                    observe_gradient(index, {k: v.detach() for k, v in record.items()}, to_latent[0], valid[m])
             tick()
 
 

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from mla_cli.checkpoint.kv_cache import REACH_QUANTILE
 from mla_cli.errors import MlaError
+from mla_cli.kernels.quantized import PAGE
 
 # A float32's leading bits number its bin: exponent and the first bits of the mantissa. No range has to be assumed.
 _MANTISSA_BITS = 23
 _BIAS = 127
-ROW_BITS = 4  # a token's largest value: 16 bins an octave, so its bin says it within 3 %
-COLUMN_BITS = 5  # a value's share of its token's largest: 32 bins an octave
+ROW_BITS = 4  # what a group reaches: 16 bins an octave, so its bin says it within 3 %
+COLUMN_BITS = 5  # a value's share of that: 32 bins an octave
 OCTAVES = 16  # smaller shares are one bin: under 1/500 of an int8 step
 _FIRST_COLUMN = (_BIAS - OCTAVES) << COLUMN_BITS
 COLUMNS = (OCTAVES << COLUMN_BITS) + 1  # the last one holds a share of exactly 1
-QUANTILES = (0.5, 0.99, 0.999)
+QUANTILES = (0.5, REACH_QUANTILE, 0.99, 0.999)
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -31,34 +35,47 @@ class LatentRange:
     """One layer's latents.
 
     Attributes:
-        tokens: tokens seen; amax: largest absolute value of all.
+        tokens: tokens seen; amax: largest absolute value of all; group_amax: of each group.
         token_amax: quantiles (see `QUANTILES`) of each token's largest absolute value, to the width of a bin.
-        rows: `[R]` float64, the middle of each occupied bin of a token's largest value, ascending.
-        counts: `[R, COLUMNS]` int64, values by their token's bin and their share of that token's largest value.
+        rows: `[R]` float64, the middle of each occupied bin of what a group reaches, ascending within a group.
+        groups: `[R]` int64, the group of each row, ascending.
+        counts: `[R, COLUMNS]` int64, values by their row and their share of what it reaches.
+        rotary: the largest number that a rotary key holds at any position.
     """
 
     tokens: int
     amax: float
+    group_amax: tuple[float, ...]
     token_amax: tuple[float, ...]
     rows: Tensor
+    groups: Tensor
     counts: Tensor
+    rotary: float = 0.0
 
 
 class LatentObserver:
     """Watches the latents of one layer, as the cache stores them (after the latent norm).
 
     Nothing is kept per batch: small tensors that stay, allocated among large ones that go, would tear the heap into pieces.
+
+    Args:
+        layer: its index, for messages. group: channels that share a scale; None: all.
     """
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
+    def __init__(self, layer: int, group: int | None = None) -> None:
+        self.layer, self.group = layer, group
         self.tokens = 0
-        self._rank = 0
-        self._amax = 0.0
+        self.rotary = 0.0
+        self._group_amax: Tensor | None = None  # [G]
+        self._sizes: dict[int, int] = {}
         self._counts: dict[int, Tensor] = {}
 
-    def add(self, latents: Tensor) -> None:
-        """Count latents `[n, r]`, padding left out by the caller.
+    def add(self, latents: Tensor, reach: Tensor | None = None) -> None:
+        """Count latents, padding left out by the caller.
+
+        Args:
+            latents: `[n, r]`.
+            reach: `[n, G]` what the scales of each token's groups are made for; None: the groups' own largest values.
 
         Raises:
             MlaError: NaN or infinity among them.
@@ -66,35 +83,86 @@ class LatentObserver:
         if not latents.shape[0]:
             return
         values = latents.detach().float().abs()  # [n, r]
-        amax = values.amax(dim=-1)  # [n]
+        amax = grouped_amax(values, self.group)  # [n, G]
         if not bool(torch.isfinite(amax).all()):
             raise MlaError(
                 f"the latents of layer {self.layer} hold NaN or infinity",
                 fix="the weights are damaged or overflow: try --dtype float32, or check with `mla inspect`",
             )
-        self.tokens, self._rank = self.tokens + latents.shape[0], latents.shape[1]
-        self._amax = max(self._amax, float(amax.max()))
-        rows, inverse = torch.unique(_bits(amax) >> (_MANTISSA_BITS - ROW_BITS), return_inverse=True)
-        share = values / amax.clamp(min=_SMALLEST)[:, None]
-        columns = ((_bits(share) >> (_MANTISSA_BITS - COLUMN_BITS)) - _FIRST_COLUMN).clamp(min=0)  # [n, r]
-        cells = (inverse[:, None] * COLUMNS + columns).flatten()
-        counts = torch.bincount(cells, minlength=len(rows) * COLUMNS).view(-1, COLUMNS).cpu()  # [R, COLUMNS]
-        for row, count in zip(rows.tolist(), counts, strict=True):
-            if row in self._counts:
-                self._counts[row] += count
+        self.tokens += latents.shape[0]
+        most = amax.amax(dim=0).cpu()
+        self._group_amax = most if self._group_amax is None else torch.maximum(self._group_amax, most)
+        for size, count in _counted(_bits(amax.amax(dim=-1)) >> (_MANTISSA_BITS - ROW_BITS)):
+            self._sizes[size] = self._sizes.get(size, 0) + count
+        reach = amax if reach is None else reach.float()
+        groups, width = amax.shape[1], latents.shape[1]
+        member = torch.arange(width, device=values.device) // (self.group or width)  # [r]
+        keys = (_bits(reach) >> (_MANTISSA_BITS - ROW_BITS)) * groups + torch.arange(groups, device=values.device)
+        found, inverse = torch.unique(keys, return_inverse=True)  # [R], [n, G]
+        share = values / reach.clamp(min=_SMALLEST)[:, member]
+        columns = ((_bits(share) >> (_MANTISSA_BITS - COLUMN_BITS)) - _FIRST_COLUMN).clamp(0, COLUMNS - 1)  # [n, r]
+        cells = ((inverse * COLUMNS)[:, member] + columns).flatten()
+        counts = torch.bincount(cells, minlength=len(found) * COLUMNS).view(-1, COLUMNS).cpu()  # [R, COLUMNS]
+        for key, count in zip(found.tolist(), counts, strict=True):
+            if key in self._counts:
+                self._counts[key] += count
             else:
-                self._counts[row] = count.clone()
+                self._counts[key] = count.clone()
 
     def result(self) -> LatentRange:
         """What was seen so far (at least one token)."""
-        low = torch.tensor(sorted(self._counts), dtype=torch.int32)
-        edges = torch.stack((low, low + 1)) << (_MANTISSA_BITS - ROW_BITS)
-        rows = edges.view(torch.float32).double().mean(dim=0).clamp(max=self._amax)
-        counts = torch.stack([self._counts[row] for row in low.tolist()])
-        return LatentRange(self.tokens, self._amax, _quantiles(rows, counts.sum(dim=-1) // self._rank), rows, counts)
+        assert self._group_amax is not None
+        total, most = len(self._group_amax), self._group_amax.double()
+        keys = sorted(self._counts, key=lambda key: (key % total, key))
+        groups, bins = (torch.tensor(part) for part in ([key % total for key in keys], [key // total for key in keys]))
+        top = _bits(self._group_amax) >> (_MANTISSA_BITS - ROW_BITS)
+        # The uppermost bin ends at what was seen; a page may be made for more, up to a factor of two.
+        rows = torch.where(bins == top[groups], torch.minimum(_middle(bins), most[groups]), _middle(bins))
+        sizes = sorted(self._sizes)
+        token_sizes = _middle(torch.tensor(sizes)).clamp(max=float(most.max()))
+        return LatentRange(
+            self.tokens,
+            float(most.max()),
+            tuple(most.tolist()),
+            _quantiles(token_sizes, torch.tensor([self._sizes[size] for size in sizes])),
+            rows,
+            groups,
+            torch.stack([self._counts[key] for key in keys]),
+            self.rotary,
+        )
 
 
-def check_complete(observers: Sequence[LatentObserver], tokens: int) -> None:
+def grouped_amax(values: Tensor, group: int | None) -> Tensor:
+    """Largest absolute value of each group, `[..., r]` to `[..., G]`."""
+    width = values.shape[-1]
+    if group is None or group >= width:
+        return values.abs().amax(dim=-1, keepdim=True)
+    count = -(-width // group)
+    return F.pad(values.abs(), (0, count * group - width)).unflatten(-1, (count, group)).amax(dim=-1)
+
+
+def page_reach(latents: Tensor, valid: Tensor, group: int | None) -> Tensor:
+    """What the scales of each token's page are made for in the end: `[B, T, r]` and `[B, T]` to `[B, T, G]`.
+
+    As the cache fills pages: the first token that is not zero decides, and powers of two are added as others need them.
+    """
+    tokens = latents.shape[1]
+    pages = -(-tokens // PAGE)
+    own = grouped_amax(latents.float(), group) * valid[..., None]  # [B, T, G]
+    own = F.pad(own, (0, 0, 0, pages * PAGE - tokens)).unflatten(1, (pages, PAGE))  # [B, P, 16, G]
+    first = own.gather(2, (own > 0).int().argmax(dim=2, keepdim=True))  # [B, P, 1, G]
+    doublings = (own.amax(dim=2, keepdim=True) / first.clamp(min=_SMALLEST)).clamp(min=1).log2().ceil()
+    return (first * torch.exp2(doublings)).expand_as(own).flatten(1, 2)[:, :tokens]
+
+
+class Watcher(Protocol):
+    """What has seen some tokens of a layer."""
+
+    layer: int
+    tokens: int
+
+
+def check_complete(observers: Sequence[Watcher], tokens: int) -> None:
     """Make sure that every layer has seen every token.
 
     Raises:
@@ -112,6 +180,16 @@ def check_complete(observers: Sequence[LatentObserver], tokens: int) -> None:
 def _bits(values: Tensor) -> Tensor:
     """The bit patterns of floats from 0, which rise with the values."""
     return values.contiguous().view(torch.int32)
+
+
+def _middle(bins: Tensor) -> Tensor:
+    edges = torch.stack((bins, bins + 1)).int() << (_MANTISSA_BITS - ROW_BITS)
+    return edges.view(torch.float32).double().mean(dim=0)
+
+
+def _counted(bins: Tensor) -> list[tuple[int, int]]:
+    found, counts = torch.unique(bins, return_counts=True)
+    return list(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def _quantiles(rows: Tensor, tokens: Tensor) -> tuple[float, ...]:

@@ -10,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_cli.calibration.observers import LatentObserver
+from mla_cli.calibration.observers import LatentObserver, page_reach
 from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.calibration.variants import Change, Variant, unchanged
+from mla_cli.checkpoint.engine_scales import rotary_reach
 from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
 from mla_cli.console import progress
 from mla_cli.errors import MlaError
-from mla_cli.kernels.quantized import LatentQuantizer
+from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, group_of
 from mla_cli.model.attention import Record, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
+from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
 MEMORY = 1 << 30  # bytes for hidden states; more text goes in rounds, each with a pass over the layers
 MICRO_TOKENS = 4096  # run at once
@@ -48,7 +51,12 @@ class HeldOutCost:
     quantised_nll: float
     kl: float
     tokens: int
-    layers: tuple[LayerCost, ...]
+    layers: tuple[LayerCost, ...] = ()
+
+    @property
+    def change_percent(self) -> float:
+        """By how many percent the perplexity is higher than unquantised."""
+        return 100 * math.expm1(min(700.0, self.quantised_nll - self.plain_nll))
 
 
 @dataclass(frozen=True)
@@ -64,84 +72,131 @@ class _Micro:
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    def step(self, model: ModelSource, cache: Cache | None = None) -> Step:
+    def step(self, spec: DecoderSpec, cache: Cache | None = None) -> Step:
         # With its own length each sequence is rotated as if it ran alone (dynamic scaling goes by the length).
-        return begin_step(model.spec, self.tokens.shape, self.tokens.device, cache, self.lengths)
+        return begin_step(spec, self.tokens.shape, self.tokens.device, cache, self.lengths)
 
 
 def watch_latents(
-    model: ModelSource, texts: CalibrationTexts, *, dtype: torch.dtype, device: torch.device
+    model: ModelSource,
+    texts: CalibrationTexts,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    variant: Variant | None = None,
+    kv_dtype: CacheDtype = "int8",
+    granularity: Granularity = "token",
 ) -> list[LatentObserver]:
-    """Pass all text through all layers, an observer at each."""
-    observers = [LatentObserver(layer) for layer in range(model.spec.num_layers)]
+    """Pass all text through all layers, an observer at each.
+
+    Args:
+        variant: layers to watch; None: as stored. kv_dtype, granularity: what the ranges are for: how channels share scales.
+    """
+    group = group_of(kv_dtype)
+    observers = [LatentObserver(layer, group) for layer in range(model.spec.num_layers)]
     frame = load_frame(model, dtype=dtype, device=device)
 
-    def run(layer: DecoderLayer, index: int, micro: _Micro, hidden: Tensor) -> Tensor:
+    def run(layers: list[DecoderLayer], index: int, micro: _Micro, hidden: Tensor) -> Tensor:
         record: Record = {}
-        out: Tensor = layer(hidden, micro.step(model), record)
+        out: Tensor = layers[0](hidden[0], micro.step(model.spec), record)
         if "latent" in record:
-            observers[index].add(record["latent"][micro.valid])
-        return out
+            latent, valid = record["latent"], micro.valid
+            reach = page_reach(latent, valid, group)[valid] if granularity == "page" else None
+            observers[index].add(latent[valid], reach)
+            attention = model.spec.attention[index]
+            assert isinstance(attention, LatentAttentionSpec)
+            most = rotary_reach(record["k_rope"][valid], attention)
+            observers[index].rotary = max(observers[index].rotary, most)
+        return out[None]
 
-    for _ in _layer_by_layer(model, frame, texts, run, streams=1, title="watching latents"):
+    changes = [unchanged if variant is None else variant.change]
+    for _ in _layer_by_layer(model, frame, texts, changes, run, title="watching latents"):
         pass
     return observers
 
 
-def measure_cost(
-    model: ModelSource,
-    texts: CalibrationTexts,
-    quantizers: Sequence[LatentQuantizer | None],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> HeldOutCost:
-    """Run text with latents as computed and as cached, through the cache that the generator uses."""
-    frame = load_frame(model, dtype=dtype, device=device)
-    sums = [_LayerSums() for _ in quantizers]
-    caches: dict[int, Cache] = {}
+class HeldOut:
+    """Text that no range has seen, and the model's own hidden states at its end, which every comparison needs."""
 
-    def run(layer: DecoderLayer, index: int, micro: _Micro, hidden: Tensor) -> Tensor:
-        plain, quantised = hidden.unbind()  # [B, T, D]
-        clean: Record = {}
-        out = layer(plain, micro.step(model), clean)
-        if micro.rows.start not in caches:
-            caches[micro.rows.start] = frame.make_cache(micro.tokens.shape[0], micro.width, tuple(quantizers))
-        cache = caches[micro.rows.start]  # never advanced: each layer finds it empty and leaves its own part in it
-        local: Record = {}
-        layer(plain, micro.step(model, cache), local)
-        other = layer(quantised, micro.step(model, cache))
-        if "latent" in clean:
-            sums[index].add(clean, local, micro.valid, quantizers[index])
-        return torch.stack((out, other))
+    def __init__(
+        self, model: ModelSource, texts: CalibrationTexts, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.model, self.texts, self.dtype, self.device = model, texts, dtype, device
+        self._plain: list[Tensor] = []  # [N, T, D] a round
 
-    totals = [0.0, 0.0, 0.0]
-    count = 0
-    for micros, hidden in _layer_by_layer(model, frame, texts, run, streams=2, title="measuring on held-out text"):
-        for micro in micros:
-            for row in range(micro.tokens.shape[0]):
-                length = int(micro.lengths[row])
-                states = hidden[:, micro.rows.start + row, :length]  # [2, T, D]
-                totals = [a + b for a, b in zip(totals, _score(frame, states, micro.tokens[row]), strict=True)]
-                count += length - 1
-        caches.clear()
-    count = max(1, count)
-    return HeldOutCost(
-        totals[0] / count, totals[1] / count, totals[2] / count, count, tuple(layer.cost() for layer in sums)
-    )
+    def costs(
+        self, variants: Sequence[Variant], *, layers: bool = False, title: str = "measuring"
+    ) -> list[HeldOutCost]:
+        """Run the text with latents as computed and as each variant caches them, through the cache that the generator uses.
+
+        Args:
+            layers: measure what the first variant does to each layer by itself, too.
+        """
+        model, known = self.model, bool(self._plain) and not layers
+        frame = load_frame(model, dtype=self.dtype, device=self.device)
+        sums = [_LayerSums() for _ in range(model.spec.num_layers if layers else 0)]
+        caches: dict[tuple[int, int], Cache] = {}
+
+        def cached(micro: _Micro, number: int) -> Step:
+            variant, key = variants[number], (micro.rows.start, number)
+            if key not in caches:
+                caches[key] = Cache(
+                    variant.spec, micro.tokens.shape[0], micro.width, dtype=frame.dtype, device=frame.device,
+                    quantizers=variant.quantizers,
+                )  # fmt: skip
+            # Never advanced: each layer finds the cache empty and leaves its own part in it.
+            return micro.step(variant.spec, caches[key])
+
+        def run(changed: list[DecoderLayer], index: int, micro: _Micro, hidden: Tensor) -> Tensor:
+            states = list(hidden.unbind())  # [B, T, D] each
+            out = []
+            if not known:
+                plain = states.pop(0)
+                clean: Record = {}
+                out.append(changed.pop(0)(plain, micro.step(model.spec), clean))
+                if layers and "latent" in clean:
+                    local: Record = {}
+                    changed[0](plain, cached(micro, 0), local)
+                    sums[index].add(clean, local, micro.valid, variants[0].quantizers[index])
+            for number, (layer, state) in enumerate(zip(changed, states, strict=True)):
+                out.append(layer(state, cached(micro, number)))
+            return torch.stack(out)
+
+        changes = [*([] if known else [unchanged]), *(variant.change for variant in variants)]
+        totals = torch.zeros(len(variants), 3, dtype=torch.float64)
+        count, rounds = 0, []
+        for number, (micros, hidden) in enumerate(
+            _layer_by_layer(model, frame, self.texts, changes, run, title=title)
+        ):  # fmt: skip
+            rounds.append(self._plain[number] if known else hidden[0].clone())
+            states = torch.cat((rounds[-1][None], hidden if known else hidden[1:]))  # [1 + V, N, T, D]
+            for micro in micros:
+                for row in range(micro.tokens.shape[0]):
+                    length = int(micro.lengths[row])
+                    totals += _score(frame, states[:, micro.rows.start + row, :length], micro.tokens[row])
+                    count += length - 1
+            caches.clear()
+        self._plain = rounds
+        means = (totals / max(1, count)).tolist()
+        found = tuple(layer.cost() for layer in sums)
+        return [
+            HeldOutCost(plain, quantised, kl, max(1, count), found if number == 0 else ())
+            for number, (plain, quantised, kl) in enumerate(means)
+        ]
 
 
-Run = Callable[[DecoderLayer, int, _Micro, Tensor], Tensor]
+Run = Callable[[list[DecoderLayer], int, _Micro, Tensor], Tensor]
 
 
 def _layer_by_layer(
-    model: ModelSource, frame: Decoder, texts: CalibrationTexts, run: Run, *, streams: int, title: str
+    model: ModelSource, frame: Decoder, texts: CalibrationTexts, changes: Sequence[Change], run: Run, *, title: str
 ) -> Iterator[tuple[list[_Micro], Tensor]]:
-    """Advance hidden states `[streams, N, T, D]` (`[N, T, D]` for one) by all layers; gives those of each round."""
-    layers, device = model.spec.num_layers, frame.device
+    """Advance hidden states `[streams, N, T, D]`, one stream for each way to change the layers; gives those of each round."""
+    layers, device, streams = model.spec.num_layers, frame.device, len(changes)
     order = texts.lengths.argsort(descending=True, stable=True)  # alike lengths together: little padding
     sequences, lengths = texts.sequences[order], texts.lengths[order]
-    per_sequence = sequences.shape[1] * model.spec.hidden_size * frame.dtype.itemsize * streams
+    # By the size of the text alone, so that rounds are the same whatever is compared.
+    per_sequence = sequences.shape[1] * model.spec.hidden_size * frame.dtype.itemsize
     size = max(1, MEMORY // per_sequence)
     starts = range(0, len(lengths), size)
     ticks = iter(progress(range(len(starts) * layers), title, unit="layer"))
@@ -151,12 +206,13 @@ def _layer_by_layer(
             shape = (streams, len(lengths[start : start + size]), micros[0].width, model.spec.hidden_size)
             hidden = torch.zeros(shape, dtype=frame.dtype, device=device)
             for micro in micros:
-                hidden[:, micro.rows, : micro.width] = frame.embed(micro.tokens, micro.step(model).positions)
+                positions = micro.step(model.spec).positions
+                hidden[:, micro.rows, : micro.width] = frame.embed(micro.tokens, positions)
             for index in range(layers):
-                layer = load_layer(model, index, dtype=frame.dtype, device=device)
+                stored = load_layer(model, index, dtype=frame.dtype, device=device)
+                changed = [change(index, stored) for change in changes]
                 for micro in micros:
-                    part = hidden[:, micro.rows, : micro.width]  # [streams, B, T, D]
-                    out = run(layer, index, micro, part[0] if streams == 1 else part)
+                    out = run([*changed], index, micro, hidden[:, micro.rows, : micro.width])  # [streams, B, T, D]
                     hidden[:, micro.rows, : micro.width] = out
                     if not bool(torch.isfinite(out).all(dim=-1)[..., micro.valid].all()):
                         raise MlaError(
@@ -179,18 +235,22 @@ def _micros(sequences: Tensor, lengths: Tensor, device: torch.device) -> Iterato
         start = end
 
 
-def _score(frame: Decoder, states: Tensor, tokens: Tensor) -> tuple[float, float, float]:
-    """Summed loss without and with quantisation, and summed divergence, of one sequence `[2, T, D]`."""
-    plain, quantised, divergence = 0.0, 0.0, 0.0
+def _score(frame: Decoder, states: Tensor, tokens: Tensor) -> Tensor:
+    """Summed losses of the first and of each other, and summed divergence, of one sequence `[1 + V, T, D]`: `[V, 3]`."""
+    variants = states.shape[0] - 1
+    total = torch.zeros(variants, 3, dtype=torch.float64)
     last = states.shape[1] - 1
     for begin in range(0, last, SCORED_AT_ONCE):
         end = min(begin + SCORED_AT_ONCE, last)
-        scores = F.log_softmax(frame.logits(frame.norm(states[:, begin:end])).float(), dim=-1)  # [2, t, V]
         labels = tokens[begin + 1 : end + 1]
-        plain += float(F.nll_loss(scores[0], labels, reduction="sum"))
-        quantised += float(F.nll_loss(scores[1], labels, reduction="sum"))
-        divergence += float(F.kl_div(scores[1], scores[0], log_target=True, reduction="sum"))
-    return plain, quantised, divergence
+        plain = F.log_softmax(frame.logits(frame.norm(states[0, begin:end])).float(), dim=-1)  # [t, V]
+        loss = float(F.nll_loss(plain, labels, reduction="sum"))
+        for number in range(variants):
+            other = F.log_softmax(frame.logits(frame.norm(states[1 + number, begin:end])).float(), dim=-1)
+            divergence = float(F.kl_div(other, plain, log_target=True, reduction="sum"))
+            own = float(F.nll_loss(other, labels, reduction="sum"))
+            total[number] += torch.tensor([loss, own, divergence], dtype=torch.float64)
+    return total
 
 
 class _LayerSums:
@@ -202,16 +262,17 @@ class _LayerSums:
         self.clipped = [0, 0]
 
     def add(self, clean: Record, local: Record, valid: Tensor, quantizer: LatentQuantizer | None) -> None:
+        """Errors of `local`, whose latents were cached, against `clean`: `[B, T, ...]`, of which `valid` count."""
         heads = clean["heads"][valid].double()
         self.heads[0] += float((local["heads"][valid].double() - heads).square().sum())
         self.heads[1] += float(heads.square().sum())
-        latent = clean["latent"][valid]  # [n, r]
-        self.latent[1] += float(latent.double().square().sum())
-        self.clipped[1] += latent.numel()
+        # Padding may share a page with the last tokens, and must not widen its range.
+        latent = local["latent"].double() * valid[..., None]  # [B, T, r]
+        self.latent[1] += float(latent.square().sum())
+        self.clipped[1] += int(valid.sum()) * latent.shape[-1]
         if quantizer is None:
             return
-        exact = latent.double()
-        self.latent[0] += float((quantizer.rounded(exact) - exact).square().sum())
+        self.latent[0] += float((quantizer.rounded(latent) - latent).square().sum())
         self.clipped[0] += quantizer.clipped(latent)
 
     def cost(self) -> LayerCost:

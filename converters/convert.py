@@ -16,10 +16,10 @@ from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.disk import remove
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.writer import check_output, replace_files
-from mla_cli.console import note
+from mla_cli.console import note, warn
 from mla_cli.converters.choose import choose_plan, plan_conversion, ranks_of, with_ranks, with_slots
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics
-from mla_cli.converters.convert_texts import conversion_texts, language_of
+from mla_cli.converters.convert_texts import conversion_texts, language_of, within_context
 from mla_cli.converters.heal_stages import heal_in_stages
 from mla_cli.converters.heal_state import HealState, fingerprint, layers_from
 from mla_cli.converters.held_out import Loss, loss_of, measure_texts, source_and
@@ -52,12 +52,13 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     keep_freed_memory()
     with timings.timed("open"):
         model = open_model(source)
+        options, clipped = within_context(options, model.spec.max_position_embeddings)
         plans = plan_conversion(model, options)
         dtype = output_dtype(model.stored_dtype, plans[0].form, options.dtype)
         check_output(
             out, options.force, source=model.source.folder, needed_bytes=_stored_numbers(model) * dtype.itemsize
         )
-        notes = [*model.notes]
+        notes = [*model.notes, *clipped]
         stored = {model.source.tensors.infos[rule.source].dtype for rule in model.rules.values()}
         if stored != {dtype}:
             found = ", ".join(sorted(_name(kind) for kind in stored))
@@ -65,6 +66,9 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     for line in notes:
         note(line)
     note(f"writing the {plans[0].form} form: {plans[0].reason}")
+    if plans[0].warning is not None:
+        warn(plans[0].warning)
+        notes.append(plans[0].warning)
 
     state = HealState(out, fingerprint(model.source.sha256(), options), resume=options.resume)
     with timings.timed("texts"):

@@ -37,6 +37,14 @@ class ConversionTexts:
     to_heal: CalibrationTexts
 
 
+def within_context(options: ConvertOptions, positions: int) -> tuple[ConvertOptions, list[str]]:
+    """The options with sequences that the model can hold, and a note where that shortens them."""
+    if options.seq_len <= positions:
+        return options, []
+    told = f"--seq-len {options.seq_len}: the model has {positions:,} positions, so sequences have {positions:,} tokens"
+    return replace(options, seq_len=positions), [told]
+
+
 def conversion_texts(
     model: ModelSource, tokenizer: Any, options: ConvertOptions, device: torch.device
 ) -> ConversionTexts:

@@ -54,6 +54,16 @@ class ConversionPlan:
         """Cached numbers of the source over ours."""
         return self.source_cached_per_token / self.cached_per_token
 
+    @property
+    def warning(self) -> str | None:
+        """What speaks against the plan: a cache that is no smaller than the source's."""
+        if self.cached_per_token < self.source_cached_per_token:
+            return None
+        return (
+            f"the cache will be no smaller than the source's: {self.cached_per_token:,} numbers a token instead of "
+            f"{self.source_cached_per_token:,} (lower --kv-lora-rank or --qk-rope-head-dim, or give --ratio)"
+        )
+
 
 def standard_layers(spec: DecoderSpec) -> tuple[StandardAttentionSpec, ...]:
     """The decoder's layers, all of which must be standard attention.
@@ -98,7 +108,7 @@ def rope_candidates(spec: DecoderSpec, form: Form, budget: int) -> list[int]:
     if attention.rotary is None:
         return [0]
     whole = attention.rotary.dim
-    widths = [whole // m for m in (1, 2, 4) if whole % (2 * m) == 0]
+    widths = [whole * share // 4 for share in (4, 3, 2, 1) if whole * share % 8 == 0]
     if form == "deepseek" and attention.rotary.by_length:
         widths = [whole]
     least = max(1, min(MIN_RANK, budget // 2))

@@ -22,7 +22,16 @@ from mla_cli.commands.eval import command as evaluate
 from mla_cli.commands.generate import generate
 from mla_cli.commands.inspect import inspect
 from mla_cli.commands.options import Debug, GroupedCommand
-from mla_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, MlaError
+from mla_cli.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    MlaError,
+    first_line,
+    internal_error,
+    is_out_of_memory,
+)
 
 # What a shell reports for a program that SIGPIPE ended. Zero would tell a script that all of the output was read.
 EXIT_BROKEN_PIPE = 141
@@ -78,14 +87,14 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with _termination_as_interruption() as received:
-            code = _run(arguments, commands)
+            code = _run(arguments, commands, received)
         sys.stdout.flush()
     except BrokenPipeError:
         return _broken_pipe()
     return 128 + received[0] if received else code
 
 
-def _run(arguments: list[str], commands: Sequence[Command]) -> int:
+def _run(arguments: list[str], commands: Sequence[Command], received: Sequence[int]) -> int:
     try:
         code = build_app(commands)(arguments, prog_name="mla", standalone_mode=False)
     except BrokenPipeError:
@@ -100,9 +109,12 @@ def _run(arguments: list[str], commands: Sequence[Command]) -> int:
     except Exception as failure:
         if console.debug_enabled() and not _is_usage_error(failure):
             console.error("".join(traceback.format_exception(failure)).rstrip())
-        message, code = _explain(failure, arguments, commands)
-        console.error(f"mla: error: {message}")
-        return code
+        # A library that is interrupted while it is imported may raise something else.
+        if not received:
+            message, code = _explain(failure, arguments, commands)
+            console.error(f"mla: error: {message}")
+            return code
+        code = EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:
         console.error("mla: interrupted")
     return code if isinstance(code, int) else EXIT_OK
@@ -114,9 +126,9 @@ def _explain(failure: Any, arguments: list[str], commands: Sequence[Command]) ->
         return str(failure), failure.exit_code
     if _is_usage_error(failure):
         return str(MlaError(failure.format_message(), fix=f"see '{_help_command(failure)}'")), EXIT_USAGE
-    if _is_out_of_memory(failure):
+    if is_out_of_memory(failure):
         options = next((c.memory_options for c in commands if c.name in arguments), _LOWER_MEMORY)
-        return str(MlaError(f"out of memory: {_first_line(failure)}", fix=f"lower {options}")), EXIT_FAILED
+        return str(MlaError(f"out of memory: {first_line(failure)}", fix=f"lower {options}")), EXIT_FAILED
     if isinstance(failure, OSError) and failure.strerror:
         advice = {
             errno.ENOSPC: "free some space or write to another disk",
@@ -126,8 +138,7 @@ def _explain(failure: Any, arguments: list[str], commands: Sequence[Command]) ->
             errno.EMFILE: "raise the limit of open files (ulimit -n)",
         }.get(failure.errno or 0)
         return str(MlaError(failure.strerror, where=failure.filename, fix=advice)), EXIT_FAILED
-    text = f"internal error: {type(failure).__name__}: {_first_line(failure)}"
-    return str(MlaError(text, fix="rerun with --debug and report what it prints")), EXIT_FAILED
+    return str(internal_error(failure)), EXIT_FAILED
 
 
 def _is_usage_error(failure: Any) -> bool:
@@ -138,21 +149,6 @@ def _is_usage_error(failure: Any) -> bool:
 def _help_command(failure: Any) -> str:
     context = getattr(failure, "ctx", None)
     return f"{context.command_path if context else 'mla'} --help"
-
-
-def _first_line(failure: Exception) -> str:
-    lines = str(failure).strip().splitlines()
-    return lines[0][:500] if lines else "no message"
-
-
-def _is_out_of_memory(failure: Exception) -> bool:
-    if isinstance(failure, MemoryError):
-        return True
-    torch = sys.modules.get("torch")  # where torch was never imported, the failure is not torch's
-    if torch is not None and isinstance(failure, torch.OutOfMemoryError):
-        return True
-    # The CPU allocator raises a bare RuntimeError, whose text differs between systems.
-    return isinstance(failure, RuntimeError) and "DefaultCPUAllocator" in str(failure)
 
 
 @contextmanager
@@ -167,9 +163,10 @@ def _termination_as_interruption() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
         yield received
         return
-    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    signals = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     # A signal that is ignored stays so: that is what nohup asks for.
-    before = {number: signal.getsignal(number) for number in signals if signal.getsignal(number) == signal.SIG_DFL}
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in signals if signal.getsignal(number) in usual}
     for number in before:
         signal.signal(number, interrupt)
     try:

@@ -1,4 +1,4 @@
-"""Progress and notes on stderr, results on stdout; silent progress where stderr is not a terminal."""
+"""Progress and notes on stderr, results on stdout; a line a phase instead of a bar where stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _TOKEN_SHAPE = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 _quiet = False
 _debug = False
+_phase: str | None = None
 
 
 def set_quiet(quiet: bool) -> None:
     """Silence progress and notes (`--quiet`); warnings and errors still appear."""
-    global _quiet
-    _quiet = quiet
+    global _quiet, _phase
+    _quiet, _phase = quiet, None
 
 
 def set_debug(debug: bool) -> None:
@@ -36,21 +37,29 @@ def debug_enabled() -> bool:
 
 
 def progress(items: Iterable[T], description: str, *, total: int | None = None, unit: str = "it") -> Iterator[T]:
-    """Iterate with a progress bar on stderr (none where stderr is not a terminal or `--quiet` is set)."""
-    from tqdm import tqdm
+    """Iterate with a progress bar on stderr; where that is no terminal, say once what is being done."""
+    with progress_bar(description, total, unit, items) as bar:
+        yield from bar
 
-    yield from tqdm(items, desc=description, total=total, unit=unit, disable=_silent(), leave=False, file=sys.stderr)
 
-
-def progress_bar(description: str, total: int, unit: str) -> Any:
+def progress_bar(description: str, total: int | None, unit: str, items: Iterable[Any] | None = None) -> Any:
     """The same bar (tqdm's) for work that is no iteration: `update()` advances it; a context that closes it."""
     from tqdm import tqdm
 
-    return tqdm(desc=description, total=total, unit=unit, disable=_silent(), leave=False, file=sys.stderr)
+    terminal = sys.stderr.isatty()
+    if not terminal:
+        _say_phase(description)
+    return tqdm(
+        items, desc=description, total=total, unit=unit, disable=_quiet or not terminal, leave=False, file=sys.stderr
+    )
 
 
-def _silent() -> bool:
-    return _quiet or not sys.stderr.isatty()
+def _say_phase(description: str) -> None:
+    """A line of a log that tells how far a long command is; work in several parts is one phase."""
+    global _phase
+    if description != _phase:
+        _phase = description
+        note(description)
 
 
 def note(text: str) -> None:

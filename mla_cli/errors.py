@@ -6,6 +6,7 @@ Errors are raised where the fact is known; only `mla_cli.app` turns them into te
 from __future__ import annotations
 
 import re
+import sys
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -65,6 +66,29 @@ class QualityError(MlaError):
     """Measured quality misses the gate the user set (exit code 3)."""
 
     exit_code = EXIT_QUALITY
+
+
+def is_out_of_memory(failure: Exception) -> bool:
+    """Whether memory ran out, of the machine or of a device."""
+    if isinstance(failure, MemoryError):
+        return True
+    torch = sys.modules.get("torch")  # where torch was never imported, the failure is not torch's
+    if torch is not None and isinstance(failure, torch.OutOfMemoryError):
+        return True
+    # The CPU allocator raises a bare RuntimeError, whose text differs between systems.
+    return isinstance(failure, RuntimeError) and "DefaultCPUAllocator" in str(failure)
+
+
+def first_line(failure: Exception) -> str:
+    """The first line of what an exception of a library says."""
+    lines = str(failure).strip().splitlines()
+    return lines[0][:500] if lines else "no message"
+
+
+def internal_error(failure: Exception) -> MlaError:
+    """A failure that nobody foresaw."""
+    text = f"internal error: {type(failure).__name__}: {first_line(failure)}"
+    return MlaError(text, fix="rerun with --debug and report what it prints")
 
 
 def _one_line(text: str) -> str:

@@ -240,6 +240,30 @@ def test_text_prints_in_the_c_locale() -> None:
     assert done.returncode == 2
 
 
+def test_a_log_gets_a_line_a_phase_and_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(quiet: options.Quiet = False) -> None:
+        console.set_quiet(quiet)
+        for name in ("reading", "reading", "writing"):
+            assert list(console.progress(range(3), name)) == [0, 1, 2]
+        with console.progress_bar("checking", 2, "layer") as bar:
+            bar.update()
+
+    commands = [Command("work", work)]
+    assert main(["work"], commands=commands) == 0
+    assert capsys.readouterr() == ("", "reading\nwriting\nchecking\n")
+    assert main(["work", "--quiet"], commands=commands) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_bars_and_no_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_quiet(False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(console.progress(range(3), "reading")) == [0, 1, 2]
+    err = capsys.readouterr().err
+    assert "reading: " in err
+    assert "\n" not in err
+
+
 def test_json_with_a_lone_surrogate_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("sample", "\udcff", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"text": "\udcff"}
@@ -262,6 +286,42 @@ def test_control_c_exits_130() -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, b"mla: interrupted\n")
+
+
+def test_control_c_that_a_library_turns_into_its_own_error_is_an_interruption() -> None:
+    code = """
+    import os, signal
+    from mla_cli.app import Command
+    def load() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as interruption:
+            raise ImportError("cannot load module more than once per process") from interruption
+    sys.exit(main(["load"], commands=[Command("load", load)]))
+    """
+    done = program(code)
+    assert (done.returncode, done.stderr) == (130, b"mla: interrupted\n")
+
+
+@pytest.mark.parametrize("imported", ["mla_cli.app", "typer", "mla_cli.commands.inspect"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_control_c_before_the_program_has_started_is_silent(imported: str, ignored: bool) -> None:
+    # The console script is `run`, too (see test_packaging.py).
+    code = f"""
+    import os, signal, sys
+    class Interrupting:
+        def find_spec(self, name, *_):
+            if name == {imported!r}:
+                os.kill(os.getpid(), signal.SIGINT)
+    if {ignored}:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.meta_path.insert(0, Interrupting())
+    from mla_cli.__main__ import run
+    sys.argv = ["mla", "--version"]
+    sys.exit(run())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0 if ignored else 130, b"")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[command.name, "--help"] for command in COMMANDS]])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+# What a user causes: there is always something to do about it.
+CAUSED = {"InputError", "UsageError", "NetworkError"}
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mla_cli"
 LINKED = ("kernels", "converters", "calibration")
@@ -179,3 +181,17 @@ def test_the_program_starts_without_anything_heavy() -> None:
         waiting += [(name, f"{way} -> {name}") for name in [*parents, *imported] if name in MODULES]
     heavy = [f"{loaded[f.importer]} -> {f.imported}" for f in eager if f.importer in loaded and root(f) in HEAVY]
     assert not heavy, "\n".join(heavy)
+
+
+@pytest.mark.parametrize("part", ["checkpoint", "commands", "evaluation", "model", "runtime"])
+def test_an_error_that_a_user_causes_says_what_to_do(part: str) -> None:
+    without = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in sorted((PACKAGE / part).rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id in CAUSED
+        and "fix" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert without == []

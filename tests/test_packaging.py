@@ -94,6 +94,8 @@ def test_the_console_script_is_installed(installed: Path) -> None:
     script = installed / "bin" / "mla"
     done = subprocess.run([script, "--help"], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert "Usage: mla" in done.stdout
+    metadata = next(installed.glob("*.dist-info")) / "entry_points.txt"
+    assert "mla = mla_cli.__main__:run" in metadata.read_text()  # which hears Ctrl-C from its first moment on
 
 
 def test_the_repository_root_shadows_nothing(hub_kernels: Path) -> None:

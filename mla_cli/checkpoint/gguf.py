@@ -84,7 +84,9 @@ def file_sha256(path: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
-        raise InputError(f"cannot read {path.name}: {error.strerror or error}", where=path) from error
+        raise InputError(
+            f"cannot read {path.name}: {error.strerror or error}", where=path, fix="check the path and its permissions"
+        ) from error
     return digest.hexdigest()
 
 

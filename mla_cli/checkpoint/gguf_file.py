@@ -63,7 +63,9 @@ class GgufFile:
                 yield dequantize(np.array(raw[start : start + step]), tensor.kind)
             except NotImplementedError as error:
                 raise UnsupportedError(
-                    f"numbers of type {tensor.kind.name} cannot be read", where=f"{self.path}: {name}"
+                    f"numbers of type {tensor.kind.name} cannot be read",
+                    where=f"{self.path}: {name}",
+                    fix="take a file in another quantisation, as Q8_0 or F16",
                 ) from error
 
 
@@ -77,7 +79,9 @@ def read_gguf(path: Path) -> GgufFile:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(path, data)
     except OSError as error:
-        raise InputError(f"cannot read {path.name}: {error.strerror or error}", where=path) from error
+        raise InputError(
+            f"cannot read {path.name}: {error.strerror or error}", where=path, fix="check the path and its permissions"
+        ) from error
     except (ValueError, struct.error, UnicodeDecodeError) as error:
         raise InputError(f"{path.name} is damaged: {error}", where=path, fix=_AGAIN) from error
 

@@ -12,6 +12,8 @@ import numpy as np
 from mla_cli.checkpoint.gguf_file import GgufFile
 from mla_cli.errors import InputError, UnsupportedError
 
+ORIGINAL = "convert from the original Hugging Face checkpoint"
+
 Undo = Literal["none", "rows", "transpose"]
 
 # Keys without a meaning for the mathematics, or whose meaning is checked below; any other key is refused by name.
@@ -78,7 +80,7 @@ def layout(file: GgufFile) -> Layout:
         raise UnsupportedError(
             f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(_ARCHITECTURES)}",
             where=file.path,
-            fix="convert from the original Hugging Face checkpoint",
+            fix=ORIGINAL,
         )
     keys = _Keys(file, architecture)
     keys.check()
@@ -101,22 +103,30 @@ class _Keys:
             if not key.startswith(prefix):
                 continue
             if name not in _KNOWN or value not in _NEUTRAL.get(name, (value,)):
-                raise UnsupportedError(f"the GGUF key {key} = {value!r} is not supported", where=self.file.path)
+                raise UnsupportedError(
+                    f"the GGUF key {key} = {value!r} is not supported", where=self.file.path, fix=ORIGINAL
+                )
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._value(name, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]
         if isinstance(value, list):
-            raise UnsupportedError(f"the GGUF key {self.architecture}.{name} differs by layer", where=self.file.path)
+            raise UnsupportedError(
+                f"the GGUF key {self.architecture}.{name} differs by layer", where=self.file.path, fix=ORIGINAL
+            )
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise InputError(f"the GGUF key {self.architecture}.{name} is {value!r}", where=self.file.path)
+            raise InputError(
+                f"the GGUF key {self.architecture}.{name} is {value!r}", where=self.file.path, fix=ORIGINAL
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise InputError(f"the GGUF key {self.architecture}.{name} is {value!r}", where=self.file.path)
+            raise InputError(
+                f"the GGUF key {self.architecture}.{name} is {value!r}", where=self.file.path, fix=ORIGINAL
+            )
         # float32 in the file: 1e-05 would become 9.999999747378752e-06
         return float(str(np.float32(value)))
 
@@ -126,14 +136,16 @@ class _Keys:
     def layers(self) -> int:
         count = self.integer("block_count")
         if count > len(self.file.tensors):
-            raise InputError(f"the GGUF file has too few tensors for {count} layers", where=self.file.path)
+            raise InputError(
+                f"the GGUF file has too few tensors for {count} layers", where=self.file.path, fix=ORIGINAL
+            )
         return count
 
     def rows(self) -> int:
         """Rows of the embedding: the vocabulary with its padding."""
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None:
-            raise InputError("the GGUF file lacks the tensor token_embd.weight", where=self.file.path)
+            raise InputError("the GGUF file lacks the tensor token_embd.weight", where=self.file.path, fix=ORIGINAL)
         return embedding.shape[0]
 
     def has(self, tensor: str) -> bool:
@@ -160,7 +172,9 @@ class _Keys:
         value = self.get(name)
         value = default if value is None else value
         if value is None:
-            raise InputError(f"the GGUF file lacks the key {self.architecture}.{name}", where=self.file.path)
+            raise InputError(
+                f"the GGUF file lacks the key {self.architecture}.{name}", where=self.file.path, fix=ORIGINAL
+            )
         return value
 
 
@@ -172,10 +186,14 @@ def _llama(keys: _Keys) -> Layout:
     kv_heads = keys.integer("attention.head_count_kv", heads)
     head_dim = keys.integer("attention.key_length", hidden // heads or 1)
     if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedError("values of another width than keys are not supported", where=keys.file.path)
+        raise UnsupportedError(
+            "values of another width than keys are not supported", where=keys.file.path, fix=ORIGINAL
+        )
     rotary = keys.integer("rope.dimension_count", head_dim)
     if rotary != head_dim or head_dim % 2:
-        raise UnsupportedError(f"rotating {rotary} of {head_dim} head dimensions: not supported", where=keys.file.path)
+        raise UnsupportedError(
+            f"rotating {rotary} of {head_dim} head dimensions: not supported", where=keys.file.path, fix=ORIGINAL
+        )
     undo: Undo = "none" if qwen else "rows"
     q, kv = heads * head_dim, kv_heads * head_dim
     attention_bias, mlp_bias = keys.has("blk.0.attn_output.bias"), keys.has("blk.0.ffn_down.bias")
@@ -280,14 +298,16 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
     kind = keys.get("rope.scaling.type") or ("linear" if linear not in (None, 1.0) else "none")
     if keys.has("rope_freqs.weight"):
         if kind != "none":
-            raise UnsupportedError(f"rope_freqs.weight with {kind} scaling is not supported", where=keys.file.path)
+            raise UnsupportedError(
+                f"rope_freqs.weight with {kind} scaling is not supported", where=keys.file.path, fix=ORIGINAL
+            )
         return _llama3_scaling(keys, head_dim)
     if kind == "none":
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor", linear)}
     if kind != "yarn":
-        raise UnsupportedError(f"rope scaling {kind!r} is not supported", where=keys.file.path)
+        raise UnsupportedError(f"rope scaling {kind!r} is not supported", where=keys.file.path, fix=ORIGINAL)
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": keys.number("rope.scaling.factor")}
     if keys.get("rope.scaling.original_context_length") is not None:
         scaling["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
@@ -312,6 +332,7 @@ def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
         raise UnsupportedError(
             "rope_freqs.weight is not the table of Llama 3's scaling (low 1, high 4, context 8192)",
             where=keys.file.path,
+            fix=ORIGINAL,
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
@@ -320,13 +341,14 @@ def _check_tensors(file: GgufFile, planned: Layout) -> None:
     for target in planned.targets:
         tensor = file.tensors.get(target.source)
         if tensor is None:
-            raise InputError(f"the GGUF file lacks the tensor {target.source}", where=file.path)
+            raise InputError(f"the GGUF file lacks the tensor {target.source}", where=file.path, fix=ORIGINAL)
         if tensor.shape != target.shape:
             raise InputError(
                 f"the tensor {target.source} has shape {list(tensor.shape)}, expected {list(target.shape)}",
                 where=file.path,
+                fix=ORIGINAL,
             )
     used = {target.source for target in planned.targets}
     for name in file.tensors:
         if name not in used | _DERIVED and not name.endswith(_DERIVED_ENDINGS):
-            raise UnsupportedError(f"the tensor {name} would be unused", where=file.path)
+            raise UnsupportedError(f"the tensor {name} would be unused", where=file.path, fix=ORIGINAL)

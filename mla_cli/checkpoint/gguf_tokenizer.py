@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
+from mla_cli.checkpoint.gguf_layout import ORIGINAL
 from mla_cli.errors import InputError, UnsupportedError
 from mla_cli.model.tokenizer_build import (
     GPT2_SPLIT,
@@ -86,7 +87,7 @@ def write_tokenizer(metadata: Mapping[str, Any], rows: int, folder: Path, where:
         raise UnsupportedError(
             f"GGUF tokenizer {model!r} is not supported; supported are gpt2 (byte-level BPE) and llama (sentencepiece)",
             where=where,
-            fix="convert from the original Hugging Face checkpoint",
+            fix=ORIGINAL,
         )
     backend.add_tokens(added_tokens(vocabulary.tokens, vocabulary.kinds))
     ids = _special_ids(metadata, vocabulary, is_sentencepiece=model == "llama")
@@ -124,15 +125,15 @@ def _vocabulary(metadata: Mapping[str, Any], rows: int, where: Path) -> _Vocabul
     kinds = metadata.get("tokenizer.ggml.token_type") or [int(PieceKind.NORMAL)] * len(tokens)
     scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
     if len(kinds) != len(tokens) or len(scores) != len(tokens):
-        raise InputError("the GGUF file's token types or scores do not fit its tokens", where=where)
+        raise InputError("the GGUF file's token types or scores do not fit its tokens", where=where, fix=ORIGINAL)
     size = len(tokens)
     while size and kinds[size - 1] == PieceKind.UNUSED and _PADDING.fullmatch(tokens[size - 1]):
         size -= 1
     if size > rows:
-        raise InputError(f"the GGUF file has {size} tokens but only {rows} embedding rows", where=where)
+        raise InputError(f"the GGUF file has {size} tokens but only {rows} embedding rows", where=where, fix=ORIGINAL)
     if len(set(tokens[:size])) != size:
         twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
-        raise InputError(f"the GGUF file's tokenizer has the token {twice!r} twice", where=where)
+        raise InputError(f"the GGUF file's tokenizer has the token {twice!r} twice", where=where, fix=ORIGINAL)
     return _Vocabulary(tuple(tokens[:size]), tuple(kinds[:size]), tuple(scores[:size]))
 
 
@@ -145,7 +146,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any], where: Path) -> _PreTokenizer:
         raise UnsupportedError(
             f"{what}; supported are {', '.join(_PRE_TOKENIZERS)}",
             where=f"{where}: tokenizer.ggml.pre",
-            fix="convert from the original Hugging Face checkpoint",
+            fix=ORIGINAL,
         )
     return _PRE_TOKENIZERS[name]
 
@@ -156,7 +157,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary, pre: _PreT
     for line in metadata.get("tokenizer.ggml.merges") or ():
         pair = line.split(" ") if isinstance(line, str) else ()
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
-            raise InputError(f"the GGUF file's merge {line!r} is no pair of its tokens", where=where)
+            raise InputError(f"the GGUF file's merge {line!r} is no pair of its tokens", where=where, fix=ORIGINAL)
         merges.append((pair[0], pair[1]))
     return byte_level_bpe(vocab, merges, splits=pre.splits, nfc=pre.nfc, ignore_merges=pre.ignore_merges)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,22 +34,44 @@ def replace_files(folder: Path, files: Mapping[str, bytes], tensors: Mapping[str
     homes = _homes(folder, added) if added else {}
     small = dict(files)
     if homes and (folder / INDEX).exists():
-        small = {INDEX: _new_index(folder, homes, added)} | small
-    order = sorted({file.name for file in homes.values()}) + sorted(small, key=lambda name: name == "config.json")
-    for name in order:
+        small = {INDEX: _new_index(folder, homes, added, ())} | small
+    weights = {
+        file.name: partial(_write_extended, file, {name: added[name] for name in added if homes[name] == file}, ())
+        for file in sorted(set(homes.values()))
+    }
+    last = {name: small[name] for name in sorted(small, key=lambda name: name == "config.json")}
+    _put(folder, {**weights, **last})
+
+
+def remove_tensors(folder: Path, names: Collection[str]) -> None:
+    """Drop tensors that nothing refers to any more; names that are not there are passed over.
+
+    The index goes first: a tensor that it does not name is not read.
+    """
+    reader = open_tensors(folder)
+    files = sorted({reader.infos[name].file for name in names if name in reader.infos})
+    if not files:
+        return
+    index = {INDEX: _new_index(folder, {}, {}, names)} if (folder / INDEX).exists() else {}
+    _put(folder, {**index, **{file.name: partial(_write_extended, file, {}, names) for file in files}})
+
+
+def _put(folder: Path, contents: Mapping[str, bytes | Callable[[Path], None]]) -> None:
+    """Write files beside those that they replace (a function is given where to write), then put them in place in this order."""
+    for name in contents:
         if (folder / name).is_symlink():
             what = f"{name} is a link into a download cache, which is not changed"
             raise OutputError(what, where=folder, fix="give --out, so that a new checkpoint is written")
     written: list[tuple[Path, Path]] = []
     try:
-        for name in order:
+        for name, content in contents.items():
             target = folder / name
             clean_leftovers(target)
             written.append((temporary_sibling(target), target))
-            if name in small:
-                write_file(written[-1][0], small[name])
+            if isinstance(content, bytes):
+                write_file(written[-1][0], content)
             else:
-                _write_extended(target, {n: added[n] for n in added if homes[n] == target}, written[-1][0])
+                content(written[-1][0])
             if target.exists():
                 shutil.copymode(target, written[-1][0])
         for temporary, target in written:
@@ -78,19 +101,23 @@ def _homes(folder: Path, added: Mapping[str, torch.Tensor]) -> dict[str, Path]:
     return {name: reader.infos[name].file if name in reader.infos else home for name in added}
 
 
-def _new_index(folder: Path, homes: Mapping[str, Path], added: Mapping[str, torch.Tensor]) -> bytes:
+def _new_index(
+    folder: Path, homes: Mapping[str, Path], added: Mapping[str, torch.Tensor], removed: Collection[str]
+) -> bytes:
     index = read_json_object(folder / INDEX)
     old = open_tensors(folder).infos
-    total = sum(info.nbytes for name, info in old.items() if name not in added) + sum(t.nbytes for t in added.values())
-    index["weight_map"] = dict(sorted((index["weight_map"] | {n: file.name for n, file in homes.items()}).items()))
+    kept = [info.nbytes for name, info in old.items() if name not in added and name not in removed]
+    total = sum(kept) + sum(t.nbytes for t in added.values())
+    owners = index["weight_map"] | {name: file.name for name, file in homes.items()}
+    index["weight_map"] = {name: owners[name] for name in sorted(owners) if name not in removed}
     metadata = index.get("metadata")
     index["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": total}
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def _write_extended(file: Path, added: Mapping[str, torch.Tensor], target: Path) -> None:
-    """Copy a safetensors file with some tensors added or exchanged, without loading the others."""
-    kept = {name: stored for name, stored in read_header(file).items() if name not in added}
+def _write_extended(file: Path, added: Mapping[str, torch.Tensor], removed: Collection[str], target: Path) -> None:
+    """Copy a safetensors file with some tensors added, exchanged or left out, without loading the others."""
+    kept = {name: stored for name, stored in read_header(file).items() if name not in added and name not in removed}
     shapes = {name: (s.info.dtype, list(s.info.shape)) for name, s in kept.items()}
     shapes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in added.items()}
     # Wide types first keeps every tensor aligned, as the library itself writes them.

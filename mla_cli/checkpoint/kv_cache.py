@@ -10,7 +10,7 @@ Keys and values share one latent, so there is one range a layer, or one a group 
 `/ 448` (fp8) or `/ 7` (int4); with `token` and `page` granularity the latents' own largest value counts where it is below
 `clip` (null: always). `bf16` layers are not quantised. The rotary key has scales of its own. The rotation is in the weights
 already. `strength` is the share of each latent's channels that is cached at all. Every `every` steps a generator derives static
-ranges anew, from how far 99 % of the tokens reach now and how far they did (`token_amax`).
+ranges anew, from how far nine in ten tokens reach now and how far they did (`token_amax`).
 
 Version 1 had no INT4, no pages and no turns, and kept the whole of a latent beside a rotary key in bfloat16; it is still read.
 
@@ -46,6 +46,9 @@ VERSION = 2
 Rotation = Literal["none", "hadamard", "learned"]
 Quantizers = tuple[LatentQuantizer | None, ...]
 
+# How far so many of the tokens reach says how far latents reach: beyond are tokens with huge latents of their own (the first of
+# a text, line ends), whose share says more about the text than about ranges.
+REACH_QUANTILE = 0.9
 _DTYPES = tuple(LIMITS)
 _LARGEST = 3.4e38  # scales are float32
 _AGAIN = "run `mla calibrate` again, or use --kv-dtype bf16"
@@ -80,7 +83,8 @@ class LayerRange:
     Attributes:
         dtype: the scheme's, or `bf16` where the layer is not quantised.
         clip: most that its range may reach, or that of each group; None: the values alone decide.
-        amax: the largest value seen; token_amax: what 99 % of the tokens' largest values are below (None: not known).
+        amax: the largest value seen; token_amax: what nine in ten tokens' largest values are below
+            (None: not known).
     """
 
     dtype: str

@@ -93,7 +93,7 @@ class TensorReader:
         if owner is None:
             holders = [file.name for file, header in self._headers.items() if name in header]
             stray = f", though {holders[0]} holds it: the index does not match the files" if holders else ""
-            raise InputError(f"no tensor {name!r} in {self._where.name}{stray}", where=self._where)
+            raise InputError(f"no tensor {name!r} in {self._where.name}{stray}", where=self._where, fix=AGAIN)
         if not owner.is_file():
             raise InputError(
                 f"tensor {name!r} is in {owner.name}, and that file is absent", where=owner.parent, fix=AGAIN
@@ -138,7 +138,9 @@ def _open_indexed(folder: Path, layout: _Layout, entries: list[str]) -> TensorRe
     for shard in shards:
         # A name is a file of this folder; the entry itself may be a link, as in the Hub's cache.
         if not shard.isprintable() or re.search(r"[/\\:]", shard) or not shard.endswith(Path(layout.single).suffix):
-            raise InputError(f"{index.name} names {shard!r}, which is no weight file of this folder", where=index)
+            raise InputError(
+                f"{index.name} names {shard!r}, which is no weight file of this folder", where=index, fix=AGAIN
+            )
     if layout.single in entries and layout.single not in shards:
         raise InputError(
             f"two copies of the weights: {layout.single}, and {index.name} with other files",

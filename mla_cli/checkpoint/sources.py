@@ -124,7 +124,11 @@ def _refuse_quantised_config(config: dict[str, Any], folder: Path) -> None:
             if not scheme:
                 continue
             if not isinstance(scheme, dict):
-                raise InputError(f"{key} in config.json is no JSON object", where=folder / "config.json")
+                raise InputError(
+                    f"{key} in config.json is no JSON object",
+                    where=folder / "config.json",
+                    fix="restore the original file",
+                )
             # Calibrated cache scales leave every weight as it is.
             ignore = scheme.get("ignore")
             cache_only = scheme.get("kv_cache_scheme") and isinstance(ignore, list) and "*" in ignore

@@ -178,12 +178,24 @@ def unpickle(file: Path) -> dict[str, torch.Tensor]:
         what = f"{file.name} is damaged: {size} bytes found, no readable archive in them"
         raise InputError(what, where=file, fix=AGAIN) from error
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise InputError(f"{file.name} holds no table of tensors but a {type(value).__name__}", where=file)
+        raise InputError(
+            f"{file.name} holds no table of tensors but a {type(value).__name__}",
+            where=file,
+            fix="use a safetensors version of the model",
+        )
     for name, tensor in value.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise InputError(f"entry {name!r} of {file.name} is no plain tensor", where=file)
+            raise InputError(
+                f"entry {name!r} of {file.name} is no plain tensor",
+                where=file,
+                fix="use a safetensors version of the model",
+            )
         if tensor.dtype not in DTYPES.values():
-            raise InputError(f"tensor {name!r} in {file.name} has dtype {tensor.dtype}, which is not read", where=file)
+            raise InputError(
+                f"tensor {name!r} in {file.name} has dtype {tensor.dtype}, which is not read",
+                where=file,
+                fix="use a safetensors version of the model",
+            )
     return {name: tensor.detach() for name, tensor in value.items()}
 
 
@@ -202,7 +214,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file.name} is not valid JSON text", where=file, fix=AGAIN) from error
     if not isinstance(value, dict):
-        raise InputError(f"{file.name} holds no JSON object but a {type(value).__name__}", where=file)
+        raise InputError(f"{file.name} holds no JSON object but a {type(value).__name__}", where=file, fix=AGAIN)
     return value
 
 
@@ -236,4 +248,6 @@ def _damaged(file: Path, head: bytes, size: int, length: int) -> InputError:
 
 
 def unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path.name} cannot be read: {error.strerror or error}", where=path)
+    return InputError(
+        f"{path.name} cannot be read: {error.strerror or error}", where=path, fix="check the path and its permissions"
+    )

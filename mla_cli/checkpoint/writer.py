@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mla_cli.checkpoint.disk import (
+    check_writable,
     clean_leftovers,
     disk_error,
     existing_parent,
@@ -24,6 +25,7 @@ from mla_cli.checkpoint.disk import (
 )
 from mla_cli.checkpoint.inplace import INDEX, replace_files
 from mla_cli.checkpoint.weight_file import read_json_object, unreadable
+from mla_cli.console import warn
 from mla_cli.errors import MlaError, OutputError, UsageError
 
 __all__ = ["CheckpointWriter", "check_output", "parse_size", "replace_files"]
@@ -67,11 +69,8 @@ def check_output(out: Path, force: bool, *, source: Path | None = None, needed_b
         if os.path.ismount(out):
             what = "the output folder is a mount point, which cannot be put in place in one step"
             raise OutputError(what, where=shown, fix=f"give a folder inside it, as {shown / 'model'}")
-    parent = existing_parent(out)
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        why = "cannot be written to" if parent.is_dir() else "is no folder"
-        raise OutputError(f"the output cannot be created: {parent} {why}", where=shown, fix="choose another folder")
-    free = shutil.disk_usage(parent).free
+    check_writable(out)
+    free = shutil.disk_usage(existing_parent(out)).free
     if needed_bytes > free:
         what = f"not enough space for the output: {needed_bytes} bytes needed, {free} bytes free"
         raise OutputError(what, where=shown, fix="free some space, or write to another disk")
@@ -137,12 +136,20 @@ class CheckpointWriter:
         try:
             text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
         except ValueError as error:
-            raise OutputError(f"{name} would hold a number that JSON cannot say: {error}", where=self.out) from error
+            raise OutputError(
+                f"{name} would hold a number that JSON cannot say: {error}",
+                where=self.out,
+                fix="check the source's config.json",
+            ) from error
         self.write_text(name, text + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Store a text file."""
-        self._small[self._relative(name)] = text.encode("utf-8", errors="backslashreplace")
+        self.write_bytes(name, text.encode("utf-8", errors="backslashreplace"))
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Store any small file."""
+        self._small[self._relative(name)] = data
 
     def copy(self, file: Path, name: str | None = None) -> None:
         """Store a file, or a folder of files, as it is."""
@@ -224,6 +231,8 @@ class CheckpointWriter:
         sync(self.out.parent)
         if aside is not None:
             remove(aside)
+            if aside.exists():  # some of it is somebody else's
+                warn(f"what was in {self.out} before could not be deleted: it is in {aside}")
 
 
 def _holds(folder: Path, inner: Path) -> bool:

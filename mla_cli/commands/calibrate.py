@@ -1,4 +1,4 @@
-"""`mla calibrate`: find the ranges of a latent cache in INT8 or FP8, measure what it costs, and store the ranges."""
+"""`mla calibrate`: find how to cache latents in INT8, FP8 or INT4, measure what it costs, and store the scheme."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import typer
 
 from mla_cli import console
 from mla_cli.commands import options
-from mla_cli.commands.options import METHOD, OUTPUT
-from mla_cli.runtime.choices import KV_DTYPE_ALIASES
+from mla_cli.commands.options import BUDGET, METHOD, OUTPUT
+from mla_cli.runtime.choices import KV_DTYPE_ALIASES, ROPE_DTYPE_ALIASES
 
 
 def calibrate(
@@ -25,23 +25,71 @@ def calibrate(
         ),
     ] = None,
     kv_dtype: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--kv-dtype",
-            help="How latents are cached.",
+            help="How latents are cached (default: int8, or the best within --budget-bytes).",
             rich_help_panel=METHOD,
-            **options.one_of("int8", "fp8", aliases=KV_DTYPE_ALIASES),
+            **options.one_of("int8", "fp8", "int4", aliases=KV_DTYPE_ALIASES),
         ),
-    ] = "int8",
+    ] = None,
     scales: Annotated[
         str,
         typer.Option(
             "--scales",
-            help="A range for each token, or one for all (coarser).",
+            help="A range for each token, for each page of 16 tokens, or one for all (coarser).",
             rich_help_panel=METHOD,
-            **options.one_of("token", "static"),
+            **options.one_of("token", "page", "static"),
         ),
     ] = "token",
+    rotation: Annotated[
+        str,
+        typer.Option(
+            "--rotation",
+            help="Mix a latent's channels so that none takes the range of all; folded into the weights (auto: as measured).",
+            rich_help_panel=METHOD,
+            **options.one_of("auto", "none", "hadamard", "learned"),
+        ),
+    ] = "auto",
+    rope_dtype: Annotated[
+        str,
+        typer.Option(
+            "--rope-dtype",
+            help="How rotary keys are cached.",
+            rich_help_panel=METHOD,
+            **options.one_of("bfloat16", "int8", "fp8", aliases=ROPE_DTYPE_ALIASES),
+        ),
+    ] = "bfloat16",
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            "--max-loss",
+            min=0.0,
+            metavar="PERCENT",
+            help="Most that the perplexity may rise; the worst layers stay in bfloat16 for it (default: 1).",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    budget_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--budget-bytes",
+            min=1,
+            metavar="N",
+            help="Bytes a token over all layers: type, rotation and channels are chosen to lose least within them.",
+            rich_help_panel=BUDGET,
+        ),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            "--every",
+            min=1,
+            metavar="STEPS",
+            help="Static scales: a generator derives them anew so often (default: 1000).",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     calib: options.Calib = "auto",
     samples: options.Samples = options.DEFAULT_SAMPLES,
     seq_len: options.SeqLen = options.DEFAULT_SEQ_LEN,
@@ -54,18 +102,20 @@ def calibrate(
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Calibrate the latent cache of a converted checkpoint for INT8 or FP8.
+    """Calibrate the latent cache of a converted checkpoint for INT8, FP8 or INT4.
 
-    Rotary keys stay in bfloat16. A sixteenth of the text is held out: ranges never see it, and the cost is measured on it.
-    `mla generate` and `mla eval` use the ranges by themselves; --kv-dtype bf16 ignores them.
+    A sixteenth of the text is held out: ranges never see it, and the cost is measured on it. `mla generate` and `mla eval` use
+    the calibration by themselves; --kv-dtype bf16 ignores it. A rotation goes into the weights: what the model computes stays.
 
     Examples:
 
       mla calibrate out
 
-      mla calibrate out --kv-dtype fp8 --calib texts/ --out out-fp8
+      mla calibrate out --kv-dtype int4 --calib texts/ --out out-int4
 
-      mla calibrate out --scales static --calib self --samples 128
+      mla calibrate out --kv-dtype fp8 --scales static --calib self --samples 128
+
+      mla calibrate out --budget-bytes 6000 --out out-small
     """
     options.setup_runtime(threads, seed, quiet, debug)
     from mla_cli.calibration.calibrate import CalibrateOptions
@@ -74,6 +124,11 @@ def calibrate(
     chosen = CalibrateOptions(
         kv_dtype=kv_dtype,  # type: ignore[arg-type]
         scales=scales,  # type: ignore[arg-type]
+        rotation=None if rotation == "auto" else rotation,  # type: ignore[arg-type]
+        rope_dtype=rope_dtype,  # type: ignore[arg-type]
+        max_loss=max_loss,
+        every=every,
+        budget_bytes=budget_bytes,
         calib=calib,
         samples=samples,
         seq_len=seq_len,
@@ -94,28 +149,67 @@ def summary(report: dict[str, Any]) -> str:
         f"{'layer':>5} {'cached as':>9} {'largest':>9} {'range':>9} {'clipped':>8} {'latents':>8} {'attention':>9}"
     ]
     for layer in report["layers"]:
-        quantised = layer["dtype"] != "bf16"
-        reach = "-" if not quantised else "own" if layer["clip"] is None else f"{layer['clip']:.4g}"
         lines.append(
-            f"{layer['layer']:>5} {layer['dtype']:>9} {layer['amax']:>9.4g} {reach:>9} {layer['clipped_share']:>8.2%} "
+            f"{layer['layer']:>5} {layer['dtype']:>9} {layer['amax']:>9.4g} {_range(layer):>9} {layer['clipped_share']:>8.2%} "
             f"{layer['latent_error']:>8.2%} {layer['attention_error']:>9.2%}"
         )
     held, size, text = report["heldout"], report["bytes_per_token"], report["calibration"]
     saved = size["unquantised"] / size["quantised"]
+    lines.append(f"{report['checkpoint']}: {_cached(report)}, rotary keys in {report['rope_dtype']}")
+    lines += _compared(report)
     lines += [
-        f"{report['checkpoint']}: latents in {report['kv_dtype']}, {_granularity(report['scales'])}, rotary keys in bfloat16",
         f"  cache        {size['quantised']:,} bytes a token instead of {size['unquantised']:,} ({saved:.3g} times fewer)",
-        f"  perplexity   {_number(held['ppl_unquantised'])} unquantised, {_number(held['ppl_quantised'])} quantised "
+        f"  perplexity   {_number(held['ppl_unquantised'])} unquantised, {_number(held['ppl_quantised'])} cached so "
         f"({held['ppl_change_percent']:+.2f} %), on {held['tokens']:,} held-out tokens",
         f"  KL           {held['kl']:.5f} nats a token",
+    ]
+    if len(report["trade"]) > 1:
+        lines.append("  trade        layers in bf16, bytes a token, perplexity:")
+        lines += [
+            f"    {len(point['bf16_layers']):>3} {point['bytes_per_token']:>9,} {point['ppl_change_percent']:>+8.2f} %"
+            f"{'  chosen' if point['chosen'] else ''}"
+            for point in report["trade"]
+        ]
+    if report["engine_scales"]["written"]:
+        lines.append("  other        FP8 scales for vLLM written (--kv-cache-dtype fp8)")
+    lines += [
         f"  calibrated   on {text['tokens']:,} tokens of {text['sequences']:,} sequences ({text['origin']})",
         f"  time         {report['seconds']:.0f} s",
     ]
     return "\n".join(lines)
 
 
-def _granularity(scales: str) -> str:
-    return "a range for each token" if scales == "token" else "one range a layer"
+def _range(layer: dict[str, Any]) -> str:
+    """A layer's range; of groups with ranges of their own, the widest."""
+    clip = layer["clip"]
+    if layer["dtype"] == "bf16":
+        return "-"
+    if clip is None:
+        return "own"
+    return f"{clip:.4g}" if isinstance(clip, float | int) else "by group"
+
+
+def _cached(report: dict[str, Any]) -> str:
+    part = "" if report["strength"] == 1 else f"the first {report['strength']:.1%} of the "
+    if report["kv_dtype"] == "bf16":
+        return f"{part}latents as they are"
+    turned = "" if report["rotation"]["kind"] == "none" else f", turned ({report['rotation']['kind']})"
+    return f"{part}latents in {report['kv_dtype']}, {_GRANULARITY[report['scales']]}{turned}"
+
+
+def _compared(report: dict[str, Any]) -> list[str]:
+    """What was measured to choose."""
+    measured = (report["budget"] or {}).get("candidates") or report["rotation"]["measured"]
+    if len(measured) < 2:
+        return []
+    lines = ["  compared     type, rotation, share of the latent, bytes a token, KL:"]
+    return lines + [
+        f"    {one['kv_dtype']:>4} {one['rotation']:>9} {one['strength']:>7.1%} {one['bytes_per_token']:>9,} {one['kl']:>9.5f}"
+        for one in measured
+    ]
+
+
+_GRANULARITY = {"token": "a range for each token", "page": "a range for each page of 16", "static": "one range a layer"}
 
 
 def _number(value: float | None) -> str:

@@ -260,15 +260,23 @@ def convert(
 def _show_plan(src: str, chosen: ConvertOptions, json: bool) -> None:
     from mla_cli.checkpoint.load import open_model
     from mla_cli.converters.choose import plan_conversion
+    from mla_cli.converters.convert_texts import within_context
     from mla_cli.converters.estimate import estimate
 
     model = open_model(src)
+    chosen, notes = within_context(chosen, model.spec.max_position_embeddings)
     plans = plan_conversion(model, chosen)
     cost = estimate(model, chosen, plans)
-    if json:
-        console.result_json({"source": src, "plans": [_plan_json(plan) for plan in plans], "estimate": cost})
-        return
     plan = plans[0]
+    for text in notes:
+        console.note(text)
+    if plan.warning is not None:
+        console.warn(plan.warning)
+        notes.append(plan.warning)
+    if json:
+        shown = {"source": src, "plans": [_plan_json(plan) for plan in plans], "estimate": cost, "notes": notes}
+        console.result_json(shown)
+        return
     lines = [f"{src}: {plan.form} form ({plan.reason})"]
     for p in plans:
         shapes = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in p.layers}

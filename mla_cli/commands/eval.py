@@ -110,6 +110,7 @@ def command(
 ) -> None:
     """Measure a checkpoint on tasks and text, beside the model it was made from.
 
+    A task that fails is named, and the others are reported (exit code 1).
     With --baseline both run on the same items: per metric the difference, its 95 % interval (paired bootstrap) and the
     verdict against --max-drop. With --dtype auto a CPU computes in float32 (with --weights
     int8 in bfloat16 where it has instructions for it), a GPU in the stored type.
@@ -163,6 +164,8 @@ def command(
     if out is not None:
         for file in reports.write_report(report, out):
             console.note(f"wrote {file}")
+    if report.failed:
+        raise reports.failure(report.failed) from next(iter(report.failed.values()))
     if report.passed is False:
         missed = ", ".join(f"{task} {name}" for task, name in report.missed)
         raise QualityError(

@@ -182,6 +182,7 @@ def generate(
         weights=weights,
         max_batch=max_batch,
         max_context=max_context,
+        chat=chat,
     )
     for note in engine.notes:
         console.note(note)
@@ -295,7 +296,7 @@ def _answer_file(
     def watched() -> Any:
         nonlocal failed
         answers = answer_lines(engine.generator, lines, system, chat=chat)
-        for answer in console.progress(answers, "prompts", total=len(lines), unit="prompt"):
+        for answer in console.progress(answers, "answering prompts", total=len(lines), unit="prompt"):
             if "error" in answer:
                 failed += 1
                 console.error(f"{path}:{answer['line']}: {answer['error']}")
@@ -311,4 +312,5 @@ def _answer_file(
             for answer in watched():
                 write(answer)
     if failed:
-        raise MlaError(f"{failed} of {len(lines)} prompts could not be answered", where=path)
+        what = f"{failed} of {len(lines)} prompts could not be answered"
+        raise MlaError(what, where=path, fix="mend the lines that are named above")

@@ -96,6 +96,12 @@ def existing_path(kind: str) -> Callable[[Path | None], Path | None]:
     return check
 
 
+def _check_samples(value: int) -> int:
+    if value == 1:
+        raise typer.BadParameter("1 is too few: one sequence is held out to measure on, so give 2 or more.")
+    return value
+
+
 def _check_device(value: str) -> str:
     if not DEVICES.fullmatch(value.lower()):
         raise typer.BadParameter(f"'{value}' is not one of auto, cpu, cuda, cuda:N.")
@@ -129,7 +135,15 @@ Calib = Annotated[
     ),
 ]
 Samples = Annotated[
-    int, typer.Option("--samples", metavar="N", min=1, help="Calibration sequences.", rich_help_panel=BUDGET)
+    int,
+    typer.Option(
+        "--samples",
+        metavar="N",
+        min=1,
+        help="Calibration sequences, from 2: some are held out.",
+        rich_help_panel=BUDGET,
+        callback=_check_samples,
+    ),
 ]
 SeqLen = Annotated[
     int, typer.Option("--seq-len", metavar="N", min=8, help="Tokens of a calibration sequence.", rich_help_panel=BUDGET)
@@ -211,7 +225,8 @@ def resolve_device(device: str) -> torch.device:
             raise UsageError("no CUDA device is available", where=f"--device {device}", fix="use --device cpu or auto")
         chosen = torch.device(device)
         if chosen.index is not None and chosen.index >= count:
-            raise UsageError(f"there are {count} CUDA devices, counted from 0", where=f"--device {device}")
+            what = f"there are {count} CUDA devices, counted from 0"
+            raise UsageError(what, where=f"--device {device}", fix=f"use --device cuda:{count - 1} or lower")
         return chosen
     return torch.device(device)
 

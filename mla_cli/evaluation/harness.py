@@ -5,7 +5,8 @@ Import this module only after `tasks.require_harness()`: it needs the `eval` ext
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -16,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from mla_cli.console import progress
 from mla_cli.errors import InputError, MlaError, UnsupportedError
 from mla_cli.evaluation.generation import Prompt, continue_greedily
-from mla_cli.evaluation.requests import Request, cut_at_stops, encode_pair, no_prefix, stop_list
+from mla_cli.evaluation.requests import Request, clip, cut_at_stops, encode_pair, no_prefix, stop_list
 from mla_cli.evaluation.scoring import Quantizers, Score, batches, score, token_budget
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer
@@ -77,8 +78,11 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is what greedy decoding gives."""
-        pairs = [self._request(*instance.args) for instance in requests]
-        return [(found.logprob, found.greedy) for found in self._scores(pairs, "scoring")]
+        pairs = []
+        for instance in requests:
+            with _naming_the_item(instance):
+                pairs.append(clip(self._request(*instance.args), self.max_length))
+        return [(found.logprob, found.greedy) for found in self._scores(pairs, _of_task("scoring", requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-likelihood of whole texts, each token predicted once from as much context as fits."""
@@ -91,20 +95,23 @@ class HarnessModel(LM):  # type: ignore[misc]
                 windows.append(Request(tuple(context), tuple(continuation)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
-        for owner, found in zip(owners, self._scores(windows, "scoring text"), strict=True):
+        for owner, found in zip(owners, self._scores(windows, _of_task("scoring text", requests)), strict=True):
             totals[owner] += found.logprob
         return totals
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Greedy text after each context, up to the first stop string, which is removed."""
-        prompts = [self._prompt(*instance.args) for instance in requests]
+        prompts = []
+        for instance in requests:
+            with _naming_the_item(instance):
+                prompts.append(self._prompt(*instance.args))
         written: dict[int, str] = {}
         order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index][0].tokens), index))
         budget = GENERATION_FACTOR * token_budget(self.decoder)
         parts = list(
             batches(order, lambda i: len(prompts[i][0].tokens) + prompts[i][0].max_new, self.batch_size, budget)
         )
-        for batch in progress(parts, "generating", unit="batch"):
+        for batch in progress(parts, _of_task("generating", requests), unit="batch"):
             ids = continue_greedily(
                 self.decoder,
                 [prompts[index][0] for index in batch],
@@ -140,7 +147,8 @@ class HarnessModel(LM):  # type: ignore[misc]
     def _prompt(self, context: str, settings: dict[str, Any]) -> tuple[Prompt, list[str]]:
         wanted = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
         if wanted.get("do_sample"):
-            raise UnsupportedError("the task asks for sampled text; only greedy decoding is evaluated")
+            what = "the task asks for sampled text; only greedy decoding is evaluated"
+            raise UnsupportedError(what, fix="evaluate another task")
         stops = stop_list(wanted.get("until"))
         eos = self.tokenizer.special_tokens.get("eos_token")
         stops += [eos] if eos and eos not in stops else []
@@ -158,6 +166,23 @@ class HarnessModel(LM):  # type: ignore[misc]
 
         tokens = self.tokenizer.encode(context)[-room:] or [self._prefix()]
         return Prompt(tuple(tokens), max_new, finished), stops
+
+
+@contextmanager
+def _naming_the_item(instance: Instance) -> Iterator[None]:
+    """Say which item of the task a failure is about, counted from 1 as the lines of a file are."""
+    try:
+        yield
+    except MlaError as error:
+        if instance.doc_id is None:
+            raise
+        place = f"item {instance.doc_id + 1}" + (f", {error.where}" if error.where else "")
+        raise type(error)(error.what, where=place, fix=error.fix) from error
+
+
+def _of_task(what: str, requests: Sequence[Instance]) -> str:
+    names = {instance.task_name for instance in requests}
+    return f"{what} {names.pop()}" if len(names) == 1 and None not in names else what
 
 
 def prefix_token(tokenizer: Tokenizer) -> int | None:

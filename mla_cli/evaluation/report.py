@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_cli.checkpoint.disk import disk_error, remove, temporary_sibling, write_file
-from mla_cli.errors import OutputError
+from mla_cli.checkpoint.disk import check_writable, disk_error, remove, temporary_sibling, write_file
+from mla_cli.errors import MlaError, OutputError
 from mla_cli.evaluation.results import Measured, TaskResult
 from mla_cli.evaluation.statistics import paired_interval, relative_drop_percent, standard_error, within
 
@@ -42,6 +42,7 @@ class Report:
     Attributes:
         tasks: task to metric to numbers; samples: items a task ran on one model.
         facts: how it was run: models, variants, seeds, versions.
+        failed: why tasks have no numbers.
     """
 
     tasks: Mapping[str, Mapping[str, Comparison]]
@@ -49,11 +50,14 @@ class Report:
     seconds: float
     compared: bool
     facts: Mapping[str, Any]
+    failed: Mapping[str, MlaError] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool | None:
-        """Whether every gate holds; None without a baseline."""
-        return not self.missed if self.compared else None
+        """Whether every gate holds; None without a baseline, and where a task that could miss one has failed."""
+        if self.missed:
+            return False
+        return True if self.compared and not self.failed else None
 
     @property
     def missed(self) -> list[tuple[str, str]]:
@@ -65,6 +69,7 @@ class Report:
         return {
             "tasks": {task: {name: asdict(m) for name, m in metrics.items()} for task, metrics in self.tasks.items()},
             "passed": self.passed,
+            "failed": {task: str(error) for task, error in self.failed.items()},
             "samples": sum(self.samples.values()),
             "samples_per_task": dict(self.samples),
             "seconds": round(self.seconds, 3),
@@ -116,6 +121,7 @@ class Report:
             remarks.append(f"text: {self.facts['text']}, windows of {self.facts['window']} tokens")
         if self.facts["limit"] is not None:
             remarks.append(f"only the first {self.facts['limit']} items of each task (--limit)")
+        remarks += [f"{task}: failed: {error}" for task, error in self.failed.items()]
         if self.passed is not None:
             verdict = "passed" if self.passed else "MISSED"
             remarks.append(f"gate: at most {self.facts['max_drop']:g} % worse than the baseline: {verdict}")
@@ -155,6 +161,14 @@ def compare_tasks(
     }
 
 
+def failure(failed: Mapping[str, MlaError]) -> MlaError:
+    """What to tell of tasks that failed."""
+    whats = [f"task '{task}' could not be evaluated: {error.what}" for task, error in failed.items()]
+    wheres = dict.fromkeys(error.where for error in failed.values() if error.where)
+    fixes = dict.fromkeys(error.fix for error in failed.values() if error.fix)
+    return MlaError("; ".join(whats), where="; ".join(wheres) or None, fix="; ".join(fixes) or None)
+
+
 def write_report(report: Report, out: Path) -> list[Path]:
     """Write the report to a folder, each file whole or not at all; replaces an earlier report.
 
@@ -183,11 +197,15 @@ def check_out(out: Path) -> None:
     """Refuse a report folder that cannot be one, before any work.
 
     Raises:
-        OutputError: it is a file.
+        OutputError: it is a file, cannot be written to, or holds folders where the report's files go.
     """
     blocking = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if blocking is not None:
         raise OutputError("the report needs a folder, this is a file", where=blocking, fix="choose another --out")
+    for name in (MARKDOWN_NAME, JSON_NAME):
+        if (out / name).is_dir():
+            raise OutputError("the report needs a file, this is a folder", where=out / name, fix="choose another --out")
+    check_writable(out / JSON_NAME)
 
 
 def _metric(results: Mapping[str, TaskResult], task: str, name: str) -> Measured | None:

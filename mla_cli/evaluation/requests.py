@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mla_cli.errors import MlaError
 
 Encode = Callable[[str], list[int]]
+OTHER_DATA = "mend the item in the task's data, or evaluate another task"
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,11 @@ def encode_pair(encode: Encode, encode_bare: Encode, prefix: int | None, context
         MlaError: there is nothing to score, or the context is empty and the tokenizer has no token to stand for it.
     """
     if not continuation and not context:
-        raise MlaError("nothing to score: context and continuation are both empty")
+        raise MlaError("nothing to score: context and continuation are both empty", fix=OTHER_DATA)
     context, continuation = move_trailing_space(context, continuation)
     if not continuation:
-        raise MlaError("nothing to score: the continuation is empty", where=f"after '{context[-40:]}'")
+        what = "nothing to score: the continuation is empty"
+        raise MlaError(what, where=f"after '{context[-40:]}'", fix=OTHER_DATA)
     given = encode(context) if context else []
     if not given:
         return _without_context(encode_bare(continuation), prefix)
@@ -62,7 +64,7 @@ def no_prefix() -> MlaError:
     """Nothing can stand for an empty context."""
     return MlaError(
         "a text without context cannot be evaluated: the tokenizer has neither a BOS nor an EOS token",
-        fix="use a task whose items have a context",
+        fix="evaluate a task whose items have a context",
     )
 
 
@@ -72,7 +74,8 @@ def clip(request: Request, max_length: int) -> Request:
     One more than the model reads, since the last token is only predicted.
     """
     if not request.context or not request.continuation:
-        raise MlaError("nothing to score: a request needs a context and a continuation of at least one token each")
+        what = "nothing to score: a request needs a context and a continuation of at least one token each"
+        raise MlaError(what, fix=OTHER_DATA)
     if len(request.continuation) > max_length:
         raise MlaError(
             f"a continuation of {len(request.continuation)} tokens exceeds the model's {max_length} positions",

@@ -6,7 +6,7 @@ import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -17,9 +17,9 @@ import torch
 from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.console import note, progress, warn
-from mla_cli.errors import InputError, UsageError
+from mla_cli.errors import InputError, MlaError, UsageError, first_line, internal_error, is_out_of_memory
 from mla_cli.evaluation.fidelity import WINDOW, WindowLoss, check_vocabularies, kl_divergence, perplexity, windows
-from mla_cli.evaluation.report import Report, compare_tasks
+from mla_cli.evaluation.report import Report, compare_tasks, failure
 from mla_cli.evaluation.results import Measured, TaskResult
 from mla_cli.evaluation.statistics import Items, value
 from mla_cli.evaluation.subject import Subject, check_kv_dtype, load_subject
@@ -39,6 +39,17 @@ class _Work:
     text: str | None
     limit: int | None
     batch_size: int | None
+    failed: dict[str, MlaError] = field(default_factory=dict)  # by the user's name of the task
+
+    @contextmanager
+    def attempt(self, *names: str) -> Iterator[None]:
+        """Note what stops a task, so that the others go on."""
+        try:
+            yield
+        except OSError:  # of the disk or a closed pipe: not the task's
+            raise
+        except Exception as error:
+            self.failed.update((name, _explained(error)) for name in names)
 
 
 def evaluate(
@@ -60,6 +71,8 @@ def evaluate(
 ) -> Report:
     """Measure a checkpoint, and a baseline on the same items where one is given.
 
+    A task that fails on one of them is left out, and the report says why.
+
     Args:
         names: tasks: `ppl`, `kl`, or any of lm-evaluation-harness. data: folder with the built-in tasks' files.
         text: what `ppl` and `kl` read. limit: items (windows of text) of each task; None: all.
@@ -69,7 +82,7 @@ def evaluate(
         weights: `float`, or `int8` for the checkpoint's projections (the baseline's stay as they are).
 
     Raises:
-        MlaError: a name, a file or a model cannot be used, or a model's output is not finite.
+        MlaError: a name, a file or a model cannot be used, or every task fails.
     """
     started = perf_counter()
     device = torch.device(device)
@@ -95,8 +108,14 @@ def evaluate(
             theirs_facts = reference.facts
             theirs = _measure(reference, work)
             if kept is not None:
-                _divergence(reference, kept, work, theirs, results)
+                with work.attempt(*plan.own):
+                    _divergence(reference, kept, work, theirs, results)
+            results = {task: result for task, result in results.items() if task in theirs or task == DIVERGENCE}
             _check_same_text(results, theirs)
+    if work.failed and not results:
+        first = next(iter(work.failed.values()))
+        told = failure(work.failed)
+        raise type(first)(told.what, where=told.where, fix=told.fix) from first
     order = {name: place for place, name in enumerate(names)}
     labelled = {plan.labels.get(task, task): result for task, result in results.items()}
     labelled = dict(sorted(labelled.items(), key=lambda item: order.get(item[0], len(order))))
@@ -123,7 +142,19 @@ def evaluate(
             "seed": seed,
             "versions": versions(),
         },
+        failed=work.failed,
     )
+
+
+def _explained(error: Exception) -> MlaError:
+    if isinstance(error, MlaError):
+        return error
+    if is_out_of_memory(error):
+        found = MlaError(f"out of memory: {first_line(error)}", fix="lower --batch-size or --limit")
+    else:
+        found = internal_error(error)
+    found.__cause__ = error  # shown by --debug
+    return found
 
 
 def read_text(text: Path | None, data: Path | None) -> tuple[str, str]:
@@ -139,8 +170,11 @@ def read_text(text: Path | None, data: Path | None) -> tuple[str, str]:
         return builtin_english(), "built-in English"
     try:
         return file.read_text(encoding="utf-8"), file.name
-    except (OSError, ValueError) as error:
-        raise InputError("the text is not readable UTF-8", where=file, fix="check --text") from error
+    except UnicodeDecodeError as error:
+        what = f"the text is not UTF-8: byte {error.start}"
+        raise InputError(what, where=file, fix="convert the file to UTF-8, or check --text") from error
+    except OSError as error:
+        raise InputError(f"the text cannot be read: {error.strerror}", where=file, fix="check --text") from error
 
 
 def versions() -> dict[str, str]:
@@ -189,13 +223,18 @@ def _measure(subject: Subject, work: _Work) -> dict[str, TaskResult]:
         model = HarnessModel(
             subject.decoder, subject.tokenizer, batch_size=work.batch_size, quantizers=subject.quantizers
         )
-        results.update(run_tasks(model, work.tasks, limit=work.limit))
+        for label, tasks in work.tasks["runs"]:
+            if label not in work.failed:  # on the other model
+                with work.attempt(label):
+                    results.update(run_tasks(model, tasks, limit=work.limit))
         _ungate_parts(results, work)
-    if PERPLEXITY in work.plan.own and DIVERGENCE not in work.plan.own:  # which gives both
-        parts = _windows(subject, work)
-        found = perplexity(subject.decoder, parts, batch_size=work.batch_size, quantizers=subject.quantizers)
-        losses = list(progress(found, "perplexity", total=len(parts), unit="window"))
-        results[PERPLEXITY] = _perplexity(losses, parts)
+    # The divergence gives both.
+    if PERPLEXITY in work.plan.own and DIVERGENCE not in work.plan.own and PERPLEXITY not in work.failed:
+        with work.attempt(PERPLEXITY):
+            parts = _windows(subject, work)
+            found = perplexity(subject.decoder, parts, batch_size=work.batch_size, quantizers=subject.quantizers)
+            losses = list(progress(found, "perplexity", total=len(parts), unit="window"))
+            results[PERPLEXITY] = _perplexity(losses, parts)
     return results
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from mla_cli.checkpoint.engine_scales import check_engine_scales
+from mla_cli.checkpoint.kv_cache import cache_plan
 from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.errors import UsageError
 from mla_cli.evaluation.scoring import Quantizers
-from mla_cli.kernels.quantized import normalize_dtype
+from mla_cli.kernels.quantized import LIMITS, normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
 from mla_cli.runtime.loading import computing_dtype, load_to_run
@@ -54,7 +56,7 @@ def check_kv_dtype(model: ModelSource, kv_dtype: str) -> None:
     Raises:
         UsageError: only latents can be quantised.
     """
-    if normalize_dtype(kv_dtype) in ("int8", "fp8") and not model.spec.is_latent:
+    if normalize_dtype(kv_dtype) in LIMITS and not model.spec.is_latent:
         raise UsageError(
             f"only latents can be cached as {kv_dtype}; this {model.spec.model_type} model caches keys and values",
             where=f"--kv-dtype {kv_dtype}",
@@ -76,17 +78,16 @@ def load_subject(
     Args:
         dtype: of the weights in memory, and what is computed in; None: see `computing_dtype`.
         kv_dtype: how latents are cached; `auto`: as calibrated.
-        latent_strength: share of each latent's channels, the first ones, that are cached and used.
+        latent_strength: share of each latent's channels, the first ones, that are cached and used; less if the checkpoint was
+            calibrated for less.
         weights: `float`, or `int8` for the projections.
     """
     check_kv_dtype(model, kv_dtype)
-    check_latent_strength(model, latent_strength)
-    quantizers: Quantizers | None = None
-    if model.spec.is_latent:
-        from mla_cli.checkpoint.kv_cache import quantizers_for
-
-        quantizers = quantizers_for(model.source.config, model.spec, normalize_dtype(kv_dtype))
+    plan = cache_plan(model.source.config, model.spec, kv_dtype, latent_strength)
+    check_latent_strength(model, plan.strength)
+    if normalize_dtype(kv_dtype) != "bf16":
+        check_engine_scales(model)
     chosen = computing_dtype(model, dtype, device, weights)
-    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=latent_strength, weights=weights)
+    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights)
     tokenizer = load_tokenizer(model.source.folder)
-    return Subject(model.source.name, decoder, tokenizer, quantizers, latent_strength, weights)
+    return Subject(model.source.name, decoder, tokenizer, plan.quantizers, plan.strength, weights)

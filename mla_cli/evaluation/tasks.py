@@ -30,14 +30,14 @@ class BuiltinTask:
     """A task of the harness that can also be read from local files.
 
     Attributes:
-        definition: the harness's task file; files: split to data file; fields: what each record must hold.
+        definition: the harness's task file; files: split to data file; fields: what each record must hold, and of which types.
         variant: which of several tasks of that name it is, and how it counts.
         changes: further keys of the task file.
     """
 
     definition: str
     files: Mapping[str, str]
-    fields: tuple[str, ...]
+    fields: Mapping[str, tuple[type, ...]]
     variant: str
     changes: Mapping[str, Any]
 
@@ -50,21 +50,21 @@ BUILTIN_TASKS: dict[str, BuiltinTask] = {
     "lambada_openai": BuiltinTask(
         "lambada/lambada_openai.yaml",
         {"test": "lambada/test.jsonl"},
-        ("text",),
+        {"text": (str,)},
         "lambada_openai: OpenAI's text, not detokenised; the whole last word counts, all of its tokens greedy",
         {},
     ),
     "hellaswag": BuiltinTask(
         "hellaswag/hellaswag.yaml",
         {"train": "hellaswag/validation.jsonl", "validation": "hellaswag/validation.jsonl"},
-        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+        {"activity_label": (str,), "ctx_a": (str,), "ctx_b": (str,), "endings": (list,), "label": (str, int)},
         "hellaswag: 0-shot, validation split; acc_norm divides by characters, acc_bytes by UTF-8 bytes",
         _accuracies("acc", "acc_norm", "acc_bytes"),
     ),
     "gsm8k": BuiltinTask(
         "gsm8k/gsm8k.yaml",
         {"train": "gsm8k/train.jsonl", "test": "gsm8k/test.jsonl"},
-        ("question", "answer"),
+        {"question": (str,), "answer": (str,)},
         "gsm8k: 5-shot, greedy; exact_match compares text as the harness does, numeric_match compares numbers",
         {},
     ),
@@ -137,8 +137,8 @@ def plan_tasks(names: Sequence[str], data: Path | None) -> TaskPlan:
         _check_known(other)
     if data is not None:
         for name in builtin:
-            for file in set(BUILTIN_TASKS[name].files.values()):
-                _check_records(data / file, BUILTIN_TASKS[name].fields)
+            for file in dict.fromkeys(BUILTIN_TASKS[name].files.values()):
+                _check_records(labels[name], data / file, BUILTIN_TASKS[name].fields)
     return TaskPlan(own, builtin, other, labels, data)
 
 
@@ -149,7 +149,7 @@ def require_harness() -> None:
 
 
 def load_tasks(plan: TaskPlan, folder: Path) -> dict[str, Any]:
-    """The harness's task objects, with their data, as its evaluator takes them.
+    """The harness's task objects, with their data, as its evaluator takes them; under `runs` the same in parts, by task.
 
     Args:
         folder: where the overriding task files and the data's cache go; it must outlive the tasks.
@@ -158,6 +158,7 @@ def load_tasks(plan: TaskPlan, folder: Path) -> dict[str, Any]:
         NetworkError: a data set has to be fetched and cannot be. InputError: local data cannot be read.
     """
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    runs: list[tuple[str, dict[str, Any]]] = []
     # Without an answer only the local cache is looked at: the client would try again for half a minute for each file.
     with quiet_harness(), _offline(plan.offline or not _hub_answers()):
         from lm_eval.tasks import TaskManager
@@ -167,14 +168,27 @@ def load_tasks(plan: TaskPlan, folder: Path) -> dict[str, Any]:
         builtin = TaskManager(include_path=str(folder), include_defaults=False)
         for name in plan.harness:
             manager = builtin if name in plan.builtin else _all_tasks()
-            for kind, found in _load(manager, name, plan).items():
-                loaded[kind].update(found)
+            found = _load(manager, name, plan)
+            runs = _with_run(runs, plan.labels[name], found)
+            for kind in loaded:
+                loaded[kind].update(found[kind])
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            raise UnsupportedError(f"task '{name}' runs generated code or needs images: not supported", where="--tasks")
+            what = f"task '{name}' runs generated code or needs images: not supported"
+            raise UnsupportedError(what, where="--tasks", fix="evaluate another task")
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-    return loaded
+    return {**loaded, "runs": runs}
+
+
+def _with_run(
+    runs: Sequence[tuple[str, dict[str, Any]]], label: str, found: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """The runs and one more, which takes in those that share tasks with it: no task runs twice."""
+    apart = [run for run in runs if not run[1]["tasks"].keys() & found["tasks"].keys()]
+    shared = [run for run in runs if run not in apart]
+    merged = {kind: {name: one for _, run in shared for name, one in run[kind].items()} | found[kind] for kind in found}
+    return [*apart, (", ".join([*(name for name, _ in shared), label]), merged)]
 
 
 @contextmanager
@@ -187,7 +201,7 @@ def quiet_harness() -> Iterator[None]:
     bar = task_module.tqdm
     task_module.tqdm = partial(bar, disable=True)
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what goes wrong is raised, and told in our words
     try:
         yield
     finally:
@@ -214,20 +228,52 @@ def _check_known(names: Sequence[str]) -> None:
             raise UsageError(f"there is no task '{name}'", where="--tasks", fix=advice)
 
 
-def _check_records(file: Path, fields: Sequence[str]) -> None:
+def _check_records(label: str, file: Path, fields: Mapping[str, tuple[type, ...]]) -> None:
+    """Every line, in a fraction of a second: a mistake far down must not come out after the tasks before it have run."""
+    count = 0
     try:
-        with open(file, encoding="utf-8") as lines:
-            first = next((line for line in lines if line.strip()), None)
-        record = None if first is None else json.loads(first)
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    count += 1
+                    wrong = _what_is_wrong(line, fields)
+                    if wrong is not None:
+                        what = f"a record of task '{label}' cannot be used: {wrong}"
+                        raise InputError(what, where=f"{file}, line {number}", fix="mend the line, or check --data")
     except FileNotFoundError as error:
-        raise InputError("the task's data file does not exist", where=file, fix="check --data") from error
-    except (OSError, ValueError) as error:
-        raise InputError("the task's data file is not readable JSON lines", where=file, fix="check --data") from error
-    if record is None:
-        raise InputError("the task's data file is empty", where=file, fix="check --data")
-    missing = [name for name in fields if not isinstance(record, dict) or name not in record]
+        what = f"the data file of task '{label}' does not exist"
+        raise InputError(what, where=file, fix="check --data") from error
+    except OSError as error:
+        what = f"the data file of task '{label}' cannot be read: {error.strerror}"
+        raise InputError(what, where=file, fix="check --data") from error
+    if not count:
+        raise InputError(f"the data file of task '{label}' is empty", where=file, fix="check --data")
+
+
+def _what_is_wrong(line: bytes, fields: Mapping[str, tuple[type, ...]]) -> str | None:
+    try:
+        record = json.loads(line.decode("utf-8").strip())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 text at byte {error.start + 1} of the line"
+    except (ValueError, RecursionError) as error:
+        return "not JSON" + (f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "")
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    missing = [name for name in fields if name not in record]
     if missing:
-        raise InputError(f"records of the task's data file lack {', '.join(missing)}", where=file, fix="check --data")
+        return f"it lacks {', '.join(missing)}"
+    for name, kinds in fields.items():
+        value = record[name]
+        if not isinstance(value, kinds):
+            return f"'{name}' is {_kind(value)}"
+        if isinstance(value, list) and not all(isinstance(one, str) for one in value):
+            return f"'{name}' is not a list of texts"
+    return None
+
+
+def _kind(value: Any) -> str:
+    kinds = {str: "a text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def _write_override(name: str, data: Path | None, folder: Path) -> None:
@@ -267,8 +313,11 @@ def _load(manager: Any, name: str, plan: TaskPlan) -> dict[str, Any]:
     except (DatasetsError, OSError, RuntimeError, ValueError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if name in plan.builtin and plan.data is not None:
-            where = plan.data / next(iter(BUILTIN_TASKS[name].files.values()))
-            raise InputError(f"the data of task '{label}' cannot be read: {reason}", where=where) from error
+            # Each record is sound by itself; the library's own words name neither file nor line.
+            where = ", ".join(dict.fromkeys(str(plan.data / file) for file in BUILTIN_TASKS[name].files.values()))
+            what = f"the data of task '{label}' cannot be read"
+            fix = "give every line the same keys, each once, with values of the same types (--debug says more)"
+            raise InputError(what, where=where, fix=fix) from error
         if isinstance(error, ImportError) or not isinstance(error, (OSError, DatasetNotFoundError)):
             raise MlaError(f"task '{label}' cannot be loaded: {reason}", fix="rerun with --debug") from error
         local = "; or give local files with --data DIR" if name in plan.builtin else ""

@@ -104,6 +104,11 @@ class StandardAttention(nn.Module):
         return self.o_proj(out.flatten(-2))
 
 
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """In the type of the norm's weight: where products alone are narrower, what they give is not."""
+    return norm(x.to(norm.weight.dtype))  # type: ignore[no-any-return]
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention: the cache holds one latent and one rotary key a token.
 
@@ -136,7 +141,7 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = self._queries(x).split((s.qk_nope_head_dim, s.qk_rope_head_dim), dim=-1)  # [B, T, H, ...]
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((s.kv_lora_rank, s.qk_rope_head_dim), dim=-1)  # [B, T, r]
         if s.norm_eps is not None:
-            latent = self.kv_a_layernorm(latent)
+            latent = _normed(self.kv_a_layernorm, latent)
         if s.gate_chunk is not None:
             latent = self._gated(latent, step.chunks(s.gate_chunk), step)  # [B, T, r]
         if record is not None:
@@ -161,7 +166,7 @@ class LatentAttention(nn.Module):
         if self.spec.q_lora_rank is None:
             q = self.q_proj(x)
         else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            q = self.q_b_proj(_normed(self.q_a_layernorm, self.q_a_proj(x)))
         return q.unflatten(-1, (self.spec.num_heads, self.spec.qk_head_dim))  # [B, T, H, nope+rope]
 
     def _tables(self, rotary: RotarySpec, step: Step) -> tuple[Tensor, Tensor]:

@@ -105,18 +105,27 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path.name}: {error}", where=path, fix="restore the original file") from error
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise InputError(f"cannot read {path.name}: {why}", where=path, fix="restore the original file") from error
 
 
 def _message(message: Any, i: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InputError(f"message {i} must be an object with 'role' and 'content'", where=f"messages[{i}]")
+        raise InputError(
+            f"message {i} must be an object with 'role' and 'content'",
+            where=f"messages[{i}]",
+            fix="give every message a 'role' and a 'content' of plain text",
+        )
     # Keys with null are dropped: templates write "None" for them, but handle a missing key. Through JSON the
     # template sees plain data only, never an object with methods that the sandbox does not know.
     try:
         plain = json.loads(json.dumps({key: value for key, value in message.items() if value is not None}))
     except (TypeError, ValueError) as error:
-        raise InputError(f"message {i} holds something that is not JSON: {error}", where=f"messages[{i}]") from error
+        raise InputError(
+            f"message {i} holds something that is not JSON: {error}",
+            where=f"messages[{i}]",
+            fix="give every message a 'role' and a 'content' of plain text",
+        ) from error
     assert isinstance(plain, dict)
     return plain
 

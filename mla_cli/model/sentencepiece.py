@@ -46,7 +46,9 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
                 prefix_space = bool(normalizer.get(3, 1))
                 charsmap = _bytes(normalizer.get(2, b""))
     except OSError as error:
-        raise InputError(f"cannot read {path.name}: {error.strerror or error}", where=path) from error
+        raise InputError(
+            f"cannot read {path.name}: {error.strerror or error}", where=path, fix="check the path and its permissions"
+        ) from error
     except (ValueError, KeyError, IndexError, struct.error) as error:
         raise InputError(f"{path.name} is not a sentencepiece model", where=path, fix=_FIX) from error
     if not tokens:

@@ -69,11 +69,11 @@ class Tokenizer:
                 text = text.replace(found, clean)
         return str(text)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation.
+    def check_chat(self) -> None:
+        """Refuse conversations where the model has no chat template.
 
         Raises:
-            InputError: the model has no chat template, or the template fails or refuses the messages.
+            InputError: it has none.
         """
         if self.chat_template is None:
             raise InputError(
@@ -81,6 +81,15 @@ class Tokenizer:
                 where=self.folder,
                 fix="give a plain prompt, without --chat or messages",
             )
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation.
+
+        Raises:
+            InputError: the model has no chat template, or the template fails or refuses the messages.
+        """
+        self.check_chat()
+        assert self.chat_template is not None
         return render(
             self.chat_template,
             messages,

@@ -202,7 +202,9 @@ def _added_token(value: Any, where: Path, *, special: bool = False) -> AddedToke
         return AddedToken(value, special=special)
     fields = ("single_word", "lstrip", "rstrip", "normalized", "special")
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise InputError(f"a special token must be text or an object with 'content', not {value!r}", where=where)
+        raise InputError(
+            f"a special token must be text or an object with 'content', not {value!r}", where=where, fix=_RESTORE
+        )
     options = {key: bool(value[key]) for key in fields if key in value}
     options["special"] = special or options.get("special", False)
     return AddedToken(value["content"], **options)

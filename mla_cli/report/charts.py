@@ -87,6 +87,7 @@ def charts(report: Mapping[str, Any]) -> list[Chart]:
         _gains(healing),
         _strengths(objects(report.get("latent_strength")), mapping(report.get("heldout"))),
         _objectives(objects(report.get("objectives")), mapping(report.get("heldout"))),
+        _trade(mapping(report.get("calibration_kv"))),
         _seconds(mapping(report.get("seconds"))),
     ]
     return [chart for chart in found if chart is not None]
@@ -291,6 +292,28 @@ def _strengths(found: list[Mapping[str, Any]], heldout: Mapping[str, Any]) -> Ch
         "perplexity on held-out text",
         alt="; ".join(f"{share:.3g} %: {shown(value)}" for share, (_, value) in zip(shares, points, strict=True)),
         series=series, log=log, note=note, reference=("source", base) if base else None,
+    )  # fmt: skip
+
+
+def _trade(calibration: Mapping[str, Any]) -> Chart | None:
+    """What each number of unquantised layers costs in bytes, and gains."""
+    points = [
+        (int(size), number(row.get("ppl_change_percent")), bool(row.get("chosen")))
+        for row in objects(calibration.get("trade"))
+        if (size := number(row.get("bytes_per_token"))) is not None
+    ]
+    points.sort(key=lambda point: point[0])
+    if len(points) < 2 or not any(change is not None for _, change, _ in points):
+        return None
+    most = number(calibration.get("max_loss_percent"))
+    series = Series("quantised", tuple(float(size) for size, _, _ in points), tuple(change for _, change, _ in points))
+    return Chart(
+        "trade", "What the cache's bytes buy", "lines", "cache (bytes a token, all layers)", "perplexity over unquantised (%)",
+        alt="; ".join(f"{size:,} bytes: {shown(change)} %" for size, change, _ in points),
+        series=(series,), whole_x=True,
+        reference=("most allowed", most) if most is not None else None,
+        marks=tuple((float(size), change) for size, change, chosen in points if chosen and change is not None),
+        mark_name="chosen",
     )  # fmt: skip
 
 

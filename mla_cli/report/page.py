@@ -7,13 +7,15 @@ by others (names, paths, notes) and is escaped.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mla_cli.report.cache import cache_section
 from mla_cli.report.chart_svg import STYLE as CHART_STYLE
 from mla_cli.report.chart_svg import svg
 from mla_cli.report.charts import Chart, charts, stages
+from mla_cli.report.tables import soft, table
 from mla_cli.report.values import increase, mapping, number, numbers, objects, over, shown, span
 
 PAGE, PICTURE = "mla_report.html", "mla_report.png"
@@ -73,6 +75,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         ("Layers", _figures(drawn, "errors", "widths", "spectra") + _layer_table(layers)),
         ("Healing", _healing(report, drawn)),
         ("Reading a part of the latent", _figures(drawn, "strength") + _strength_table(report)),
+        ("Cache", _figures(drawn, "trade") + cache_section(mapping(report.get("calibration_kv")))),
         ("Objectives compared", _figures(drawn, "objectives") + _objective_table(report, heldout)),
         ("Time", _figures(drawn, "seconds")),
         ("How it was made", _made(report)),
@@ -163,7 +166,7 @@ def _stage_table(heldout: Mapping[str, Any]) -> str:
     told = f"KL(source, final): {shown(heldout['kl_final'])} nats a token. " if "kl_final" in heldout else ""
     if number(heldout.get("tokens")) is not None:
         told += f"Measured on {shown(heldout['tokens'])} tokens of calibration text that no stage has seen."
-    return _table("Perplexity of each stage", ("stage", "perplexity", "over the source"), rows) + _soft(told)
+    return table("Perplexity of each stage", ("stage", "perplexity", "over the source"), rows) + soft(told)
 
 
 def _layer_table(layers: Sequence[Mapping[str, Any]]) -> str:
@@ -179,7 +182,7 @@ def _layer_table(layers: Sequence[Mapping[str, Any]]) -> str:
     if not present:
         return ""
     rows = [(str(i), *(shown(layer.get(key), "–") for key, _ in present)) for i, layer in enumerate(layers)]
-    return _table("Shape and error of each layer", ("layer", *(name for _, name in present)), rows, tall=len(rows) > 20)
+    return table("Shape and error of each layer", ("layer", *(name for _, name in present)), rows, tall=len(rows) > 20)
 
 
 def _healing(report: Mapping[str, Any], drawn: Mapping[str, Chart]) -> str:
@@ -206,7 +209,7 @@ def _gate_table(gate: Mapping[str, Any]) -> str:
         for i, row in enumerate(objects(gate.get("layers")))
     ]
     names = ("layer", "error without gate", "error with gate", "kept")
-    return _table("Gates between chunks", names, rows, tall=True) if rows else ""
+    return table("Gates between chunks", names, rows, tall=True) if rows else ""
 
 
 def _strength_table(report: Mapping[str, Any]) -> str:
@@ -224,7 +227,7 @@ def _strength_table(report: Mapping[str, Any]) -> str:
     told = "The first channels of each latent are a smaller latent; --latent-strength reads them alone."
     if number(found[0].get("tokens")) is not None:
         told += f" Measured on {shown(found[0]['tokens'])} held-out tokens."
-    return _table("Loss by share of the latent", names, rows) + _soft(told)
+    return table("Loss by share of the latent", names, rows) + soft(told)
 
 
 def _objective_table(report: Mapping[str, Any], heldout: Mapping[str, Any]) -> str:
@@ -237,7 +240,7 @@ def _objective_table(report: Mapping[str, Any], heldout: Mapping[str, Any]) -> s
         for row in objects(report.get("objectives"))
     ]  # fmt: skip
     names = ("objective", "perplexity", "over the source", "KL (nats a token)", "time (s)")
-    return _table("Objectives compared", names, rows) if rows else ""
+    return table("Objectives compared", names, rows) if rows else ""
 
 
 def _made(report: Mapping[str, Any]) -> str:
@@ -256,21 +259,6 @@ def _made(report: Mapping[str, Any]) -> str:
 def _facts(facts: Mapping[str, Any]) -> str:
     rows = (f"<dt>{escape(_plain(key))}</dt><dd>{escape(_plain(value, '–'))}</dd>" for key, value in facts.items())
     return f'<dl class="facts">{"".join(rows)}</dl>'
-
-
-def _table(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, tall: bool = False) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    # A region that scrolls must be reachable by keyboard.
-    kind = "wide tall" if tall else "wide"
-    return (
-        f'<div class="{kind}" role="region" tabindex="0" aria-label="{escape(caption)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _soft(text: str) -> str:
-    return f'<p class="soft">{escape(text)}</p>' if text else ""
 
 
 def _duration(seconds: float) -> str:

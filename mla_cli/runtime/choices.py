@@ -5,9 +5,10 @@ from __future__ import annotations
 from mla_cli.errors import UsageError
 
 BACKENDS = ("auto", "cpu", "reference")
-KV_DTYPES = ("auto", "bf16", "int8", "fp8")
+KV_DTYPES = ("auto", "bf16", "int8", "fp8", "int4")
 WEIGHTS = ("float", "int8")
-KV_DTYPE_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": "int8"}
+KV_DTYPE_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": "int8", "i4": "int4"}
+ROPE_DTYPE_ALIASES = {"bf16": "bfloat16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": "int8"}
 DEFAULT_MAX_BATCH = 8  # a small model on a CPU: beyond it a step takes longer in proportion
 
 

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_cli.checkpoint.engine_scales import check_engine_scales
+from mla_cli.checkpoint.kv_cache import cache_plan
 from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import ModelSource, open_model
-from mla_cli.errors import UsageError
-from mla_cli.kernels.quantized import LatentQuantizer, normalize_dtype
+from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
 from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
 from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.int8_weights import weight_bytes
+from mla_cli.runtime.live_range import StaticRanges
 from mla_cli.runtime.loading import computing_dtype, load_to_run
 
 
@@ -43,6 +45,7 @@ def open_engine(
     max_batch: int = DEFAULT_MAX_BATCH,
     max_context: int | None = None,
     logprobs: bool = False,
+    chat: bool = False,
 ) -> Engine:
     """Open a checkpoint, converted or not, with its tokenizer and its cache.
 
@@ -50,24 +53,31 @@ def open_engine(
         dtype: of the weights in memory, and what is computed in; None: see `computing_dtype`.
         kv_dtype: `auto` takes what the checkpoint was calibrated for, else the type that the decoder computes in.
         backend: `auto` and `cpu` compute through PyTorch, on a GPU too; `reference` in float64, to compare with.
-        latent_strength: share of each latent's channels, the first ones, that are cached and used.
+        latent_strength: share of each latent's channels, the first ones, that are cached and used; less if the checkpoint was
+            calibrated for less.
         weights: `float`, or `int8` for the projections (see `int8_weights`).
+        chat: refuse a model without a chat template before its weights are read.
     """
     check_backend(backend)
     device = torch.device(device)
     model = open_model(checkpoint)
     tokenizer = load_tokenizer(model.source.folder)
-    check_latent_strength(model, latent_strength)
+    if chat:
+        tokenizer.check_chat()
     wanted = normalize_dtype(kv_dtype)
-    quantizers = _quantizers(model, wanted)
+    plan = cache_plan(model.source.config, model.spec, wanted, latent_strength)
+    check_latent_strength(model, plan.strength)
+    if wanted != "bf16":
+        check_engine_scales(model)
     stored = model.stored_dtype
     chosen = computing_dtype(model, dtype, device, weights)
-    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=latent_strength, weights=weights)
+    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights)
     decoder.backend = "reference" if backend == "reference" else "torch"
     generator = Generator(
         decoder,
         tokenizer,
-        quantizers=quantizers,
+        quantizers=plan.quantizers,
+        ranges=StaticRanges.of(plan.scheme),
         cache_dtype=torch.bfloat16 if wanted == "bf16" else None,
         max_batch=max_batch,
         max_context=max_context,
@@ -76,9 +86,9 @@ def open_engine(
     notes = [*model.notes, _how(device, chosen, stored, decoder.backend)]
     if weights == "int8":
         notes.append(f"projections in int8: {weight_bytes(decoder) / 2**20:,.0f} MiB of weights in memory")
-    if latent_strength < 1:
+    if plan.strength < 1:
         kept, whole = decoder.spec.cached_per_token, model.spec.cached_per_token
-        notes.append(f"latent strength {latent_strength:g}: {kept:,} of {whole:,} numbers are cached a token")
+        notes.append(f"latent strength {plan.strength:g}: {kept:,} of {whole:,} numbers are cached a token")
     positions = model.spec.max_position_embeddings
     if max_context is not None and max_context > positions:
         notes.append(f"the model has {positions} positions: --max-context {max_context} is lowered to that")
@@ -95,18 +105,3 @@ def _how(device: torch.device, dtype: torch.dtype, stored: torch.dtype, backend:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _quantizers(model: ModelSource, kv_dtype: str) -> tuple[LatentQuantizer | None, ...] | None:
-    if not model.spec.is_latent:
-        if kv_dtype in ("int8", "fp8"):
-            raise UsageError(
-                f"only latents can be cached as {kv_dtype}; this {model.spec.model_type} model caches keys and values",
-                where=f"--kv-dtype {kv_dtype}",
-                fix="convert it first (`mla convert`), or use --kv-dtype auto",
-            )
-        return None
-    from mla_cli.checkpoint.kv_cache import quantizers_for
-
-    found: tuple[LatentQuantizer | None, ...] | None = quantizers_for(model.source.config, model.spec, kv_dtype)
-    return found

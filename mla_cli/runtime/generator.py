@@ -146,7 +146,9 @@ class Generator:
         prompt = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         if not prompt:
             if self.tokenizer.bos_id is None:
-                raise InputError("the prompt is empty, and the model has no begin-of-text token to start from")
+                raise InputError(
+                    "the prompt is empty, and the model has no begin-of-text token to start from", fix="give a prompt"
+                )
             prompt = [self.tokenizer.bos_id]
         self._check(prompt)
         asked, room = request.params.max_new_tokens, self.context - len(prompt)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_cli.checkpoint.kv_cache import KvScheme
+from mla_cli.checkpoint.kv_cache import REACH_QUANTILE, KvScheme
 from mla_cli.runtime.sequence import ActiveSequence
 
-QUANTILE = 0.9
 WIDEST = 4.0  # and 1 / 4: beyond, the text is unlike all that ranges were chosen for, and so is their shape
 # Factors are steps of a sixteenth of an octave: near 1 they are 1, and the rounding of a batch does not show in them.
 STEPS_PER_OCTAVE = 16
@@ -106,7 +105,7 @@ class LiveRange:
         if self._counts is None or int(self._counts[0].sum()) < FEWEST:
             return None
         below = self._counts.cumsum(dim=1)  # [L, bins]
-        rank = (below[:, -1:].double() * QUANTILE).long()
+        rank = (below[:, -1:].double() * REACH_QUANTILE).long()
         low = torch.searchsorted(below, rank, right=True)[:, 0].int()  # [L] its bin
         edges = (torch.stack((low, low + 1)) << _SHIFT).view(torch.float32).double()
         known = zip(edges.mean(dim=0).tolist(), self.ranges.reach, strict=True)
@@ -127,7 +126,7 @@ class _Window:
     def reach(self) -> list[float]:
         """How far nine in ten of the tokens reach, one a layer; call it when the window is full."""
         ordered = self._reach.sort(dim=0).values
-        return ordered[int(QUANTILE * len(ordered))].tolist()  # type: ignore[no-any-return]
+        return ordered[int(REACH_QUANTILE * len(ordered))].tolist()  # type: ignore[no-any-return]
 
 
 def factors(now: Sequence[float], then: Sequence[float | None]) -> list[float]:

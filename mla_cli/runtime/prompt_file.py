@@ -47,7 +47,9 @@ def read_prompt_file(path: Path, defaults: SamplingParams) -> list[PromptLine]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read the prompts: {error.strerror}", where=path) from error
+        raise InputError(
+            f"cannot read the prompts: {error.strerror}", where=path, fix="check the path and its permissions"
+        ) from error
     lines = [_line(number, raw, defaults) for number, raw in enumerate(content.split(b"\n"), start=1) if raw.strip()]
     if not lines:
         raise InputError("the file holds no prompts", where=path, fix='write one JSON object a line: {"prompt": "..."}')
@@ -123,7 +125,9 @@ def _entry(raw: bytes) -> dict[str, Any]:
         entry = json.loads(text_of_bytes(raw, None))
     except (ValueError, RecursionError) as error:
         place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise InputError(f"not valid JSON{place}") from error
+        raise InputError(
+            f"not valid JSON{place}", fix='write one JSON object on the line: {"prompt": "..."}'
+        ) from error
     if not isinstance(entry, dict):
         raise InputError("not a JSON object", fix='write {"prompt": "..."}')
     for key in entry:
@@ -133,12 +137,17 @@ def _entry(raw: bytes) -> dict[str, Any]:
                 f"unknown key '{key}'", fix=f"did you mean '{nearest[0]}'?" if nearest else f"known: {', '.join(_KEYS)}"
             )
     if ("prompt" in entry) == ("messages" in entry):
-        raise InputError("a line needs either 'prompt' or 'messages'")
+        raise InputError(
+            "a line needs either 'prompt' or 'messages'", fix='write {"prompt": "..."} or {"messages": [...]}'
+        )
     if "prompt" in entry and not isinstance(entry["prompt"], str):
-        raise InputError("'prompt' is not a text")
+        raise InputError("'prompt' is not a text", fix='write {"prompt": "..."}')
     messages = entry.get("messages")
     if "messages" in entry and not (isinstance(messages, list) and all(_is_message(message) for message in messages)):
-        raise InputError("'messages' is not a list of objects with 'role' and 'content'")
+        raise InputError(
+            "'messages' is not a list of objects with 'role' and 'content'",
+            fix='write {"messages": [{"role": "user", "content": "..."}]}',
+        )
     return entry
 
 

@@ -30,14 +30,17 @@ def check_result_file(path: Path, *, force: bool) -> None:
     """Refuse a place that cannot be written, before any work.
 
     Raises:
-        OutputError: it exists, or its folder does not.
+        OutputError: it exists, or its folder does not or cannot be written to.
     """
+    from mla_cli.checkpoint.disk import check_writable
+
     if path.exists() and not path.is_file():
         raise OutputError("the output is no regular file", where=path, fix="give the name of a file")
     if path.exists() and not force:
         raise OutputError("the output exists", where=path, fix="choose another name, or replace it with --force")
     if not path.parent.is_dir():
         raise OutputError("the output's folder does not exist", where=path.parent, fix="create it first")
+    check_writable(path)
 
 
 @contextmanager
@@ -53,7 +56,7 @@ def result_file(path: Path) -> Iterator[Write]:
             partial, "w", encoding="utf-8", errors="backslashreplace", newline="\n"
         )
     except OSError as error:
-        raise OutputError(f"cannot write: {error.strerror}", where=path) from error
+        raise OutputError(f"cannot write: {error.strerror}", where=path, fix="choose another --out") from error
     try:
         with stream:
             yield lambda value: print(json_line(value), file=stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mla_cli.calibration.calibrate import CalibrateOptions
+from mla_cli.calibration.passes import HeldOut, HeldOutCost
 from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.calibration.variants import make_variant
+from mla_cli.checkpoint.load import ModelSource
 from mla_cli.converters.convert import convert
 from mla_cli.converters.options import ConvertOptions
+from mla_cli.kernels.quantized import LatentQuantizer
 from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
 
 CPU = torch.device("cpu")
@@ -56,3 +60,14 @@ def edit_weights(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], N
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def measure_cost(
+    model: ModelSource,
+    texts: CalibrationTexts,
+    quantizers: Sequence[LatentQuantizer | None],
+    dtype: torch.dtype = torch.float32,
+) -> HeldOutCost:
+    """What a model's caches cost on text, of the whole and of each layer."""
+    variant = make_variant(model).cached(tuple(quantizers))
+    return HeldOut(model, texts, dtype=dtype, device=CPU).costs([variant], layers=True)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mla_cli.app import main
+from mla_cli.checkpoint.kv_cache import KEY, KvScheme, LayerRange, stored_scheme
 from mla_cli.checkpoint.latent_strength import check_latent_strength, kept_channels, with_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters.convert import convert
@@ -191,6 +193,55 @@ def test_the_commands(folders: dict[str, Path], tmp_path: Path, capfd: pytest.Ca
     code, table, err = run(*words, "--latent-strength", 0.5)
     assert code == 0, err
     assert table.count("latent strength 0.5") == 1  # the baseline is used whole
+
+
+def calibrated(folder: Path, copy: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint that was calibrated for INT4, for half of each latent."""
+    layers = (LayerRange("int4", 8.0, 9.0), LayerRange("int4", (8.0,), 9.0))
+    scheme = KvScheme("int4", "token", layers, 8, 256, "files: a.txt", strength=0.5)
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config[KEY] = stored_scheme(replace(scheme, **changes))
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize("form", ["native", "stock"])
+def test_a_checkpoint_calibrated_for_a_part_of_its_latents_runs_on_that_part(
+    folders: dict[str, Path], tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept = FORMS[form][3] // 2
+    folder = calibrated(folders[form], tmp_path / "half")
+    engine = open_engine(str(folder))
+    size = (kept + 1) // 2 + 2 + 2 * 8  # two codes a byte, one scale, a rotary key in bfloat16
+    assert engine.generator.statistics.summary()["cache_bytes_per_token"] == 2 * size
+    assert any("latent strength 0.5" in note for note in engine.notes)
+    request = [Request("hello", SamplingParams(max_new_tokens=12, ignore_eos=True))]
+    (found,) = engine.generator.generate(request)
+    narrow = with_latent_strength(load(folder), 0.5)
+    quantizers = (LatentQuantizer("int4", "token", 8.0),) * 2
+    tokens = torch.tensor([[*engine.tokenizer.encode("hello"), *found.token_ids[:-1]]])  # type: ignore[union-attr]
+    logits = steps(narrow, tokens, tokens.shape[1] - 11, quantizers)
+    assert logits[0, -12:].argmax(-1).tolist() == list(found.token_ids)  # type: ignore[union-attr]
+
+    text = save_text(tmp_path / "text.txt", 1200, seed=5)
+    facts = {}
+    for name, more in (("auto", ()), ("bf16", ("--kv-dtype", "bf16")), ("less", ("--latent-strength", "0.25"))):
+        assert main(["eval", str(folder), "--tasks", "ppl", "--text", str(text), "--json", *more]) == 0
+        facts[name] = json.loads(capfd.readouterr().out)["checkpoint"]
+    assert (facts["auto"]["kv_dtype"], facts["auto"]["latent_strength"]) == ("int4", 0.5)
+    assert facts["auto"]["cache_bytes_per_token"] == 2 * size
+    # As never calibrated: the whole latent.
+    assert (facts["bf16"]["kv_dtype"], facts["bf16"]["latent_strength"]) == ("float32", 1.0)
+    assert (facts["less"]["kv_dtype"], facts["less"]["latent_strength"]) == ("int4", 0.25)
+
+
+def test_channels_that_were_turned_together_are_kept_together(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = calibrated(folders["native"], tmp_path / "turned", rotation="hadamard")
+    open_engine(str(folder))
+    open_engine(str(folder), latent_strength=0.5)
+    with pytest.raises(UsageError, match="turned"):
+        open_engine(str(folder), latent_strength=0.25)
 
 
 @pytest.mark.parametrize("command", [("generate", "hi"), ("eval", "--tasks", "ppl")])

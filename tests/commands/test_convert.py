@@ -134,6 +134,42 @@ def test_dry_run_touches_nothing(source: Path, capsys: pytest.CaptureFixture[str
     assert sorted(source.parent.rglob("*")) == before
 
 
+def test_warns_of_a_cache_that_is_no_smaller(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    larger = ("--format", "native", "--kv-lora-rank", 32, "--qk-rope-head-dim", 16)
+    told = "no smaller than the source's: 96 numbers a token instead of 64"
+    assert convert(source, *larger, "--dry-run", "--json", "--quiet") == 0
+    said = capsys.readouterr()
+    assert told in said.err
+    assert told in json.loads(said.out)["notes"][0]
+    assert convert(source, *larger, "--json", "--quiet") == 0
+    said = capsys.readouterr()
+    assert told in said.err
+    assert any(told in note for note in json.loads(said.out)["notes"])
+    assert convert(source, "--ratio", 1.1, "--dry-run") == 0
+    assert "no smaller" not in capsys.readouterr().err
+
+
+def test_says_that_sequences_are_cut_to_the_model_s_positions(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (("--dry-run",), ()):
+        assert convert(source, "--ratio", 2, "--seq-len", 300, *more, "--json") == 0
+        said = capsys.readouterr()
+        assert "--seq-len 300: the model has 256 positions" in said.err
+        assert "256 positions" in json.loads(said.out)["notes"][0]
+    assert convert(source, "--ratio", 2, "--seq-len", 256, "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
+def test_a_log_tells_the_phases(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(source, "--ratio", 2, "--qk-rope-head-dim", 8) == 0
+    lines = capsys.readouterr().err.splitlines()
+    phases = ["reading activations", "measuring what matters", "factorising", "writing",
+              "checking the file on held-out text"]  # fmt: skip
+    places = [lines.index(phase) for phase in phases]
+    assert places == sorted(places)
+    assert convert(source, "--ratio", 2, "--force", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_zero_and_repeated_rows_are_fine(source: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.k_proj.weight"].zero_()
@@ -227,6 +263,7 @@ def test_null_keys_mean_their_defaults(tmp_path: Path) -> None:
         (("--ratio", "1000"), ("ratio",)),
         (("--format", "gguf"), ("native",)),
         (("--samples", "0"), ("samples",)),
+        (("--samples", "1"), ("samples", "held out", "2 or more")),
         (("--max-shard-size", "big"), ("big",)),
         (("--objective", "luck"), ("fisher",)),
         (("--dtype", "float16"), ("constant channels", "native")),

@@ -157,10 +157,80 @@ def test_latents_are_measured_through_the_cache_that_is_asked_for(
     assert plain["checkpoint"]["kv_dtype"] == "float32"
     assert quantised["checkpoint"]["kv_dtype"] == "int8"
     assert quantised["checkpoint"]["cache_bytes_per_token"] == 2 * (16 + 2 * 4 + 4)  # codes, bf16 rotary key, scale
-    assert plain["tasks"]["ppl"]["ppl"]["value"] != quantised["tasks"]["ppl"]["ppl"]["value"]
-    code, _, notes = mla(folders["source"], "--tasks", "ppl", "--text", str(text), "--kv-dtype", "int8")
-    assert code == 2
-    assert "keys and values" in notes
+    smaller = json.loads(mla(*common, "--kv-dtype", "int4")[1])
+    assert smaller["checkpoint"]["kv_dtype"] == "int4"
+    assert smaller["checkpoint"]["cache_bytes_per_token"] == 2 * (16 // 2 + 2 * 4 + 2)
+    losses = [report["tasks"]["ppl"]["ppl"]["value"] for report in (plain, quantised, smaller)]
+    assert abs(losses[1] - losses[0]) < abs(losses[2] - losses[0])
+    assert losses[1] != losses[0]
+    for kind in ("int8", "int4"):
+        code, _, notes = mla(folders["source"], "--tasks", "ppl", "--text", str(text), "--kv-dtype", kind)
+        assert code == 2
+        assert "keys and values" in notes
+
+
+def unfit(folders: dict[str, str], tmp_path: Path) -> tuple[str, ...]:
+    """Data whose second item of one task has an answer that is longer than the models' positions."""
+    pytest.importorskip("lm_eval", reason="needs the eval extra: pip install 'mla-cli[eval]'")
+    data = save_data(tmp_path / "data", items=3)
+    file = data / "hellaswag/validation.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    item = json.loads(lines[1])
+    item["endings"][2] = "the house " * 600
+    file.write_text("\n".join([lines[0], json.dumps(item), lines[2]]) + "\n", encoding="utf-8")
+    return ("--data", str(data), "--tasks", "hellaswag,lambada,ppl", "--out", str(tmp_path / "out"))
+
+
+def test_a_task_that_does_not_fit_is_named_and_the_others_are_reported(
+    mla: Any, folders: dict[str, str], tmp_path: Path
+) -> None:
+    options = unfit(folders, tmp_path)
+    code, shown, notes = mla(folders["source"], *options)
+    assert code == 1
+    error = notes.splitlines()[-1]
+    assert error.startswith("mla: error: task 'hellaswag' could not be evaluated: a continuation of")
+    assert "[item 2] -> " in error
+    assert "hellaswag: failed: " in shown
+    assert [line.split()[0] for line in shown.splitlines() if " acc " in line] == ["lambada", "ppl"]
+    report = json.loads((tmp_path / "out/mla_eval.json").read_text())
+    assert list(report["tasks"]) == ["lambada", "ppl"]
+    assert list(report["failed"]) == ["hellaswag"]
+    code, shown, notes = mla(folders["source"], *options, "--tasks", "hellaswag")
+    assert (code, shown) == (1, "")  # nothing to report
+    assert "[item 2]" in notes
+
+
+def test_a_task_that_one_of_two_models_fails_on_has_no_verdict(
+    mla: Any, folders: dict[str, str], tmp_path: Path
+) -> None:
+    common = ("--data", folders["data"], "--tasks", "lambada,hellaswag,ppl", "--json")
+    pytest.importorskip("lm_eval", reason="needs the eval extra: pip install 'mla-cli[eval]'")
+    save_model(tmp_path / "short", max_position_embeddings=4)  # fewer than an answer may have
+    for ours, theirs in (("source", "short"), ("short", "source")):
+        both = {"source": folders["source"], "short": str(tmp_path / "short")}
+        code, shown, notes = mla(both[ours], "--baseline", both[theirs], *common, "--max-drop", "1e9")
+        assert code == 1
+        assert "task 'hellaswag' could not be evaluated" in notes
+        report = json.loads(shown)
+        assert "hellaswag" not in report["tasks"]
+        assert report["tasks"]["ppl"]["ppl"]["baseline"] > 0
+        assert report["passed"] is None
+
+
+def test_a_failure_that_nobody_foresaw_keeps_what_is_finished(
+    mla: Any, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_cli.evaluation import run
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(run, "perplexity", fail)
+    code, shown, notes = mla(folders["source"], "--data", folders["data"], "--tasks", "lambada,ppl", "--json")
+    assert code == 1
+    assert list(json.loads(shown)["tasks"]) == ["lambada"]
+    assert "task 'ppl' could not be evaluated: out of memory: " in notes
+    assert "--batch-size" in notes
 
 
 def test_one_item_gives_valid_json(mla: Any, folders: dict[str, str]) -> None:
@@ -190,6 +260,17 @@ def test_a_mistake_costs_no_work(mla: Any, arguments: tuple[str, ...], message: 
     assert message in notes
 
 
+@pytest.mark.parametrize("blocked", ["/proc/out", "out"])
+def test_an_output_that_cannot_be_written_costs_no_work(mla: Any, tmp_path: Path, blocked: str) -> None:
+    (tmp_path / "out" / "mla_eval.json").mkdir(parents=True)
+    if not Path("/proc/self").is_dir():
+        pytest.skip("no /proc, where nobody can create anything, root neither")
+    code, shown, notes = mla("no-such-model-folder/x/y", "--tasks", "ppl", "--out", str(tmp_path / blocked))
+    assert (code, shown) == (1, "")
+    assert blocked in notes
+    assert "--out" in notes or "another folder" in notes
+
+
 def test_a_checkpoint_that_gives_nan_is_never_scored(mla: Any, folders: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     save_model(broken)
@@ -201,6 +282,13 @@ def test_a_checkpoint_that_gives_nan_is_never_scored(mla: Any, folders: dict[str
     assert shown == ""
     assert "NaN or infinity" in notes
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_is_not_utf8_is_named_by_its_byte(mla: Any, folders: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(b"abc\xff")
+    code, shown, notes = mla(folders["source"], "--tasks", "ppl", "--text", str(tmp_path / "text.txt"))
+    assert (code, shown) == (2, "")
+    assert "not UTF-8: byte 3" in notes
 
 
 def test_an_interrupt_leaves_nothing_that_looks_complete(folders: dict[str, str], tmp_path: Path) -> None:

@@ -235,6 +235,15 @@ def test_results_go_to_a_file_that_is_not_overwritten(mla: Any, tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
 
 
+def test_results_that_cannot_be_written_cost_no_work(mla: Any, tmp_path: Path) -> None:
+    if not Path("/proc/self").is_dir():
+        pytest.skip("no /proc, where nobody can create anything, root neither")
+    code, out, err = mla("--prompts", prompt_file(tmp_path, {"prompt": "ab"}), "--out", "/proc/out.jsonl")
+    assert (code, out) == (1, "")
+    assert "cannot be written to" in err
+    assert "running on" not in err
+
+
 def test_a_prompt_file_as_one_object(mla: Any, tmp_path: Path) -> None:
     code, out, _ = mla("--prompts", prompt_file(tmp_path, {"prompt": "ab"}, {"promt": 1}), "--json")
     value = json.loads(out)
@@ -268,6 +277,24 @@ def test_a_conversation_at_the_terminal(mla: Any, monkeypatch: pytest.MonkeyPatc
     assert code == 0
     assert out.count("> ") == 5
     assert "context" in err  # the long turn failed, and the conversation went on
+
+
+def test_a_model_without_a_chat_template_is_known_before_anybody_is_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_with_tokenizer(tmp_path / "model")
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    known = json.loads(settings.read_text())
+    del known["chat_template"]
+    settings.write_text(json.dumps(known))
+    file = prompt_file(tmp_path, {"prompt": "hi"}, {"prompt": "ho"})
+    capfd.readouterr()
+    for more in ([], ["hi"], ["--prompts", file]):
+        monkeypatch.setattr(sys, "stdin", Terminal(io.BytesIO(b"hi\n")))
+        code = main(["generate", str(tmp_path / "model"), "--chat", *more], commands=(Command("generate", generate),))
+        out, err = capfd.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "no chat template" in err
 
 
 def test_a_sampled_answer_depends_on_the_seed(mla: Any) -> None:
@@ -344,13 +371,39 @@ def test_a_latent_checkpoint_with_every_cache_type(
     pytest.importorskip("mla_cli.checkpoint.kv_cache")
     save_tiny_deepseek(tmp_path)
     sizes, texts = {}, {}
-    for kind in ("auto", "bf16", "int8", "fp8", "fp8_e4m3"):
+    for kind in ("auto", "bf16", "int8", "fp8", "fp8_e4m3", "int4"):
         arguments = ["generate", str(tmp_path), "hello", "--json", "--kv-dtype", kind, "--max-new-tokens", "8"]
         assert main(arguments, commands=(Command("generate", generate),)) == 0
         value = json.loads(capfd.readouterr().out)
         sizes[kind], texts[kind] = value["statistics"]["cache_bytes_per_token"], value["text"]
-    assert sizes == {"auto": 2 * 4 * 20, "bf16": 2 * 2 * 20, "int8": 2 * 28, "fp8": 2 * 28, "fp8_e4m3": 2 * 28}
+    assert sizes == {"auto": 2 * 4 * 20, "bf16": 2 * 2 * 20, "int8": 2 * 28, "fp8": 2 * 28, "fp8_e4m3": 2 * 28,
+                     "int4": 2 * (8 + 2 + 8)}  # fmt: skip
     assert texts["fp8"] == texts["fp8_e4m3"]
+
+
+def test_what_a_checkpoint_was_calibrated_for_is_what_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from mla_cli.checkpoint.kv_cache import KEY, KvScheme, LayerRange, stored_scheme
+
+    save_tiny_deepseek(tmp_path)
+    layers = (LayerRange("int8", 4.0, 4.0, 2.0), LayerRange("int8", 4.0, 4.0, 2.0))
+    sizes, drifts = {}, {}
+    for name, scheme in (
+        ("static", KvScheme("int8", "static", layers, 8, 256, "a", every=20)),
+        ("page", KvScheme("int8", "page", layers, 8, 256, "a")),
+        ("rope", KvScheme("int8", "static", layers, 8, 256, "a", rope_dtype="fp8")),
+        ("part", KvScheme("int8", "static", (layers[0], LayerRange("bf16", None, 4.0)), 8, 256, "a")),
+    ):
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, KEY: stored_scheme(scheme)}))
+        arguments = ["generate", str(tmp_path), "hello", "--json", "--stats", "--max-new-tokens", "60", "--ignore-eos"]
+        assert main(arguments, commands=(Command("generate", generate),)) == 0
+        out, err = capfd.readouterr()
+        statistics = json.loads(out)["statistics"]
+        sizes[name], drifts[name] = statistics["cache_bytes_per_token"], statistics["latent_range_drift"]
+        assert ("latent range drift" in err) == (name != "page")
+    assert sizes == {"static": 2 * 24, "page": 2 * 24 + 1, "rope": 2 * (16 + 4 + 4), "part": 24 + 4 * 20}
+    assert drifts["page"] is None
+    assert drifts["static"] > 0
 
 
 def test_results_never_replace_the_prompts(mla: Any, tmp_path: Path) -> None:

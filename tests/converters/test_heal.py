@@ -145,6 +145,24 @@ def test_a_number_that_is_not_finite_rolls_back(tmp_path: Path, monkeypatch: pyt
     assert all(bool(torch.isfinite(master).all()) for master in run.masters.values())
 
 
+def test_gradients_are_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = healing(a_student(tmp_path), steps=3)
+    honest, seen = heal_full.divergence, []
+
+    def steep(*given: Any, gradient: bool) -> Any:
+        total, slope = honest(*given, gradient=gradient)
+        return total, None if slope is None else 1e4 * slope
+
+    def step() -> None:
+        squares = [master.grad.square().sum() for master in run.masters.values() if master.grad is not None]
+        seen.append(float(torch.stack(squares).sum().sqrt()))
+
+    monkeypatch.setattr(heal_full, "divergence", steep)
+    monkeypatch.setattr(run.adam, "step", step)
+    run.run(keep_nothing)
+    assert seen == pytest.approx([1.0] * 3, rel=1e-3)
+
+
 def test_healing_that_only_meets_bad_numbers_ends_with_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,29 +105,54 @@ def test_default_tasks_are_those_with_data(data: Path, tmp_path: Path) -> None:
     [
         (None, "does not exist"),
         ("", "is empty"),
-        ("not json\n", "not readable JSON lines"),
-        ('{"sentence": "x"}\n', "lack text"),
-        ("[1]\n", "lack text"),
+        ("not json\n", "not JSON at column 1"),
+        ('{"sentence": "x"}\n', "it lacks text"),
+        ("[1]\n", "not a JSON object"),
+        ('{"text": ["x"]}\n', "'text' is a list"),
+        (b'{"text": "\xff"}\n', "not UTF-8 text at byte 11"),
     ],
 )
-def test_a_data_file_that_is_not_the_task_s_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_data_file_that_is_not_the_task_s_is_named(tmp_path: Path, content: str | bytes | None, message: str) -> None:
     file = tmp_path / "lambada/test.jsonl"
     file.parent.mkdir()
     if content is not None:
-        file.write_text(content)
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(InputError, match=message) as failure:
         plan_tasks(("lambada",), tmp_path)
-    assert failure.value.where == str(file)
+    assert "task 'lambada'" in failure.value.what
+    assert failure.value.where == (f"{file}, line 1" if content else str(file))
+    assert failure.value.fix is not None
 
 
-def test_a_damaged_line_further_down_is_no_internal_error(tmp_path: Path) -> None:
+def test_a_damaged_line_further_down_is_found_before_any_work(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "hellaswag/validation.jsonl"
+    file.parent.mkdir()
+    record = json.loads((data / "hellaswag/validation.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    for damage, message in (
+        ('{"ctx_a": ', "not JSON at column 10"),
+        (json.dumps(record | {"endings": ["a", 1]}), "'endings' is not a list of texts"),
+        (json.dumps(record | {"label": None}), "'label' is null"),
+    ):
+        file.write_text(f"{json.dumps(record)}\n\n{damage}\n")
+        with pytest.raises(InputError, match=message) as failure:
+            plan_tasks(("hellaswag",), tmp_path)
+        assert failure.value.where == f"{file}, line 3"
+
+
+def test_what_the_data_library_refuses_is_told_in_our_own_words(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "lambada/test.jsonl"
     file.parent.mkdir()
-    file.write_text('{"text": "a b c"}\n{"text": \n')
+    file.write_text('{"text": "a b c"}\n{"text": "a b c", "text": "a b c"}\n')
     (tmp_path / "cache").mkdir()
-    with pytest.raises(InputError, match="cannot be read") as failure:
+    with pytest.raises(InputError) as failure:
         load_tasks(plan_tasks(("lambada",), tmp_path), tmp_path / "cache")
-    assert failure.value.where == str(file)
+    assert str(failure.value) == (
+        f"the data of task 'lambada' cannot be read [{file}] -> "
+        "give every line the same keys, each once, with values of the same types (--debug says more)"
+    )
+    assert capfd.readouterr().err == ""
 
 
 def test_without_a_network_the_data_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

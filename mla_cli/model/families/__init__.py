@@ -30,5 +30,7 @@ def family_of(config: Config) -> Family:
     nearest = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5)
     hint = f"; nearest: {nearest[0]}" if nearest else ""
     raise UnsupportedError(
-        f"unsupported model_type '{model_type}'{hint}; supported: {', '.join(known)}", where="config.json: model_type"
+        f"unsupported model_type '{model_type}'{hint}; supported: {', '.join(known)}",
+        where="config.json: model_type",
+        fix="give a model of a supported type",
     )

@@ -12,6 +12,8 @@ from mla_cli.model.decoder import ACTIVATIONS
 from mla_cli.model.spec import DecoderSpec, RopeKind, RotarySpec
 
 Config = dict[str, Any]
+_REMOVE = "remove the key if it has no effect, or report the model so that it gets supported"
+RESTORE = "restore the original file"  # configurations are written by programs, so a wrong one was changed
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def check_keys(config: Config, understood: frozenset[str], model_type: str) -> N
                 f"config.json has the key '{key}' = {str(value)[:60]!r}, which may change what the model computes and is not "
                 f"known for model_type '{model_type}'",
                 where=f"config.json: {key}",
-                fix="remove the key if it has no effect, or report the model so that it gets supported",
+                fix=_REMOVE,
             )
 
 
@@ -103,10 +105,12 @@ def integer(
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix="restore the original file")
+        raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix=RESTORE)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InputError(
-            f"config.json: {key} must be a whole number from {least} to {most:,}, not {_short(value)}", where=key
+            f"config.json: {key} must be a whole number from {least} to {most:,}, not {_short(value)}",
+            where=key,
+            fix=RESTORE,
         )
     return value
 
@@ -121,11 +125,13 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix="restore the original file")
+        raise InputError(f"config.json lacks the key '{key}'", where="config.json", fix=RESTORE)
     # Bounded by what float32 holds: the decoder computes in it.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-37 < value < 1e37:
         raise InputError(
-            f"config.json: {key} must be a positive number that float32 holds, not {_short(value)}", where=key
+            f"config.json: {key} must be a positive number that float32 holds, not {_short(value)}",
+            where=key,
+            fix=RESTORE,
         )
     return float(value)
 
@@ -140,7 +146,7 @@ def flag(config: Config, key: str, default: bool = False) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise InputError(f"config.json: {key} must be true or false, not {_short(value)}", where=key)
+        raise InputError(f"config.json: {key} must be true or false, not {_short(value)}", where=key, fix=RESTORE)
     return value
 
 
@@ -163,6 +169,7 @@ def head_counts(config: Config) -> tuple[int, int]:
         raise InputError(
             f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly",
             where="num_attention_heads, num_key_value_heads",
+            fix=RESTORE,
         )
     return heads, kv_heads
 
@@ -198,7 +205,7 @@ def rope_entries(config: Config) -> tuple[str, Config]:
     found = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     for key, entries in found.items():
         if not isinstance(entries, dict):
-            raise InputError(f"config.json: {key} must be an object, not {_short(entries)}", where=key)
+            raise InputError(f"config.json: {key} must be an object, not {_short(entries)}", where=key, fix=RESTORE)
     if len(found) == 2:
         new, old = (_complete(config, entries) for entries in found.values())
         differing = sorted(key for key in new.keys() | old.keys() if new.get(key) != old.get(key))
@@ -233,11 +240,14 @@ def rotary(config: Config, dim: int) -> RotarySpec:
     needed, allowed = _ROPE_KEYS[kind]
     for key in sorted(needed):
         if rope.get(key) is None:
-            raise InputError(f"config.json: {where} of type '{kind}' lacks the key '{key}'", where=f"{where}.{key}")
+            raise InputError(
+                f"config.json: {where} of type '{kind}' lacks the key '{key}'", where=f"{where}.{key}", fix=RESTORE
+            )
     common = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key, value in rope.items():
         if key not in needed | allowed | common and value is not None:
-            raise UnsupportedError(f"config.json: {where} of type '{kind}' has the unknown key '{key}'", where=key)
+            what = f"config.json: {where} of type '{kind}' has the unknown key '{key}'"
+            raise UnsupportedError(what, where=key, fix=_REMOVE)
     for entries in (config, rope):
         if entries.get("partial_rotary_factor") not in (None, 1):
             raise UnsupportedError(
@@ -249,14 +259,20 @@ def rotary(config: Config, dim: int) -> RotarySpec:
     trained = longest if kind == "dynamic" else integer(rope, "original_max_position_embeddings", longest)
     theta = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
     if dim % 2:
-        raise InputError(f"config.json: rotary dimension {dim} is odd", where="head_dim")
+        raise InputError(f"config.json: rotary dimension {dim} is odd", where="head_dim", fix=RESTORE)
     if kind == "dynamic" and dim == 2:
-        raise InputError("config.json: dynamic scaling of a single frequency has no value", where=f"{where}.rope_type")
+        raise InputError(
+            "config.json: dynamic scaling of a single frequency has no value", where=f"{where}.rope_type", fix=RESTORE
+        )
     if kind == "yarn" and theta <= 1:
-        raise InputError(f"config.json: yarn scaling needs a rope_theta above 1, not {theta}", where="rope_theta")
+        raise InputError(
+            f"config.json: yarn scaling needs a rope_theta above 1, not {theta}", where="rope_theta", fix=RESTORE
+        )
     low, high = number(rope, "low_freq_factor", 1.0), number(rope, "high_freq_factor", 4.0)
     if kind == "llama3" and low >= high:
-        raise InputError(f"config.json: low_freq_factor {low} is not below high_freq_factor {high}", where=where)
+        raise InputError(
+            f"config.json: low_freq_factor {low} is not below high_freq_factor {high}", where=where, fix=RESTORE
+        )
     attention_factor = 1.0
     if kind == "yarn":
         attention_factor = _yarn_attention_factor(rope)
@@ -286,7 +302,9 @@ def _factors(rope: Config, key: str, dim: int, where: str) -> tuple[float, ...]:
         or len(factors) != dim // 2
         or any(type(f) not in (int, float) or not 0 < f < float("inf") for f in factors)
     ):
-        raise InputError(f"config.json: {where}.{key} must be {dim // 2} positive numbers", where=f"{where}.{key}")
+        raise InputError(
+            f"config.json: {where}.{key} must be {dim // 2} positive numbers", where=f"{where}.{key}", fix=RESTORE
+        )
     return tuple(float(f) for f in factors)
 
 

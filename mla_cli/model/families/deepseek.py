@@ -42,6 +42,7 @@ def _spec(config: Config) -> DecoderSpec:
         raise UnsupportedError(
             f"layers {dense} to {layers - 1} are mixtures of experts; only dense DeepSeek models are supported",
             where="config.json: first_k_dense_replace",
+            fix="give a dense model",
         )
     heads = integer(config, "num_attention_heads")
     rope_dim, nope_dim = integer(config, "qk_rope_head_dim"), integer(config, "qk_nope_head_dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mla_cli.errors import InputError
 from mla_cli.model.families.base import (
+    RESTORE,
     Config,
     Family,
     TensorRule,
@@ -25,10 +26,14 @@ _KEYS = frozenset(
 def _spec(config: Config) -> DecoderSpec:
     check_keys(config, _KEYS, "gpt2")
     if flag(config, "add_cross_attention"):
-        raise InputError("a GPT-2 with cross-attention is not a decoder-only model", where="add_cross_attention")
+        raise InputError(
+            "a GPT-2 with cross-attention is not a decoder-only model", where="add_cross_attention", fix=RESTORE
+        )
     hidden, heads = integer(config, "n_embd"), integer(config, "n_head")
     if hidden % heads:
-        raise InputError(f"config.json: n_embd {hidden} is not a multiple of n_head {heads}", where="n_embd")
+        raise InputError(
+            f"config.json: n_embd {hidden} is not a multiple of n_head {heads}", where="n_embd", fix=RESTORE
+        )
     head_dim = hidden // heads
     scale = head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0
     by_layer = flag(config, "scale_attn_by_inverse_layer_idx")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mla_cli.errors import InputError
 from mla_cli.model.families.base import (
+    RESTORE,
     Config,
     Family,
     TensorRule,
@@ -33,7 +34,9 @@ def _spec(config: Config, *, q_kv_bias: bool, o_bias: bool, mlp_bias: bool, wind
     heads, kv_heads = head_counts(config)
     hidden = integer(config, "hidden_size")
     if config.get("head_dim") is None and hidden % heads:
-        raise InputError(f"config.json: hidden_size {hidden} is not a multiple of {heads} heads", where="hidden_size")
+        raise InputError(
+            f"config.json: hidden_size {hidden} is not a multiple of {heads} heads", where="hidden_size", fix=RESTORE
+        )
     head_dim = integer(config, "head_dim", hidden // heads, most=MOST_HEAD_DIM)
     rope = rotary(config, head_dim)
     return DecoderSpec(
@@ -89,7 +92,9 @@ def _qwen2(config: Config) -> DecoderSpec:
         ]
         known = ("sliding_attention", "full_attention")
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise InputError(f"config.json: layer_types must name {layers} known attention types", where="layer_types")
+            raise InputError(
+                f"config.json: layer_types must name {layers} known attention types", where="layer_types", fix=RESTORE
+            )
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     return _spec(config, q_kv_bias=True, o_bias=False, mlp_bias=False, windows=windows)
 

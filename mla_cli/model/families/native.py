@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cli.errors import InputError, UnsupportedError
-from mla_cli.model.families.base import Config, Family, TensorRule, check_keys, flag, integer, number
+from mla_cli.model.families.base import RESTORE, Config, Family, TensorRule, check_keys, flag, integer, number
 from mla_cli.model.families.deepseek import latent_attention_shapes
 from mla_cli.model.families.gpt2 import GPT2
 from mla_cli.model.families.llama import LLAMA, MISTRAL, QWEN2
@@ -54,12 +54,14 @@ def _plain(value: Any) -> Any:
 def _source(config: Config) -> tuple[Family, DecoderSpec]:
     source = config.get("source_config")
     if not isinstance(source, dict):
-        raise InputError("a native config.json needs the object 'source_config'", where="config.json: source_config")
+        raise InputError(
+            "a native config.json needs the object 'source_config'", where="config.json: source_config", fix=RESTORE
+        )
     for family in _SOURCES:
         if source.get("model_type") in family.model_types:
             return family, family.spec({**source, "tie_word_embeddings": flag(config, "tie_word_embeddings")})
     raise UnsupportedError(
-        f"source_config has unsupported model_type {source.get('model_type')!r}", where="source_config"
+        f"source_config has unsupported model_type {source.get('model_type')!r}", where="source_config", fix=RESTORE
     )
 
 
@@ -68,18 +70,24 @@ def _spec(config: Config) -> DecoderSpec:
     _, source = _source(config)
     mla = config.get("mla")
     if not isinstance(mla, dict) or not isinstance(mla.get("layers"), list):
-        raise InputError("a native config.json needs 'mla' with a list 'layers'", where="config.json: mla")
+        raise InputError("a native config.json needs 'mla' with a list 'layers'", where="config.json: mla", fix=RESTORE)
     if mla.get("version") != VERSION:
         raise UnsupportedError(
-            f"native form version {mla.get('version')!r} is not {VERSION}", where="config.json: mla.version"
+            f"native form version {mla.get('version')!r} is not {VERSION}",
+            where="config.json: mla.version",
+            fix="use the version of mla that wrote it, or convert again",
         )
     if set(mla) - {"version", "layers"}:
         raise UnsupportedError(
-            f"unknown entries {sorted(set(mla) - {'version', 'layers'})} in 'mla'", where="config.json: mla"
+            f"unknown entries {sorted(set(mla) - {'version', 'layers'})} in 'mla'",
+            where="config.json: mla",
+            fix="use the version of mla that wrote it, or convert again",
         )
     if len(mla["layers"]) != source.num_layers:
         raise InputError(
-            f"{len(mla['layers'])} latent layers for {source.num_layers} layers", where="config.json: mla.layers"
+            f"{len(mla['layers'])} latent layers for {source.num_layers} layers",
+            where="config.json: mla.layers",
+            fix=RESTORE,
         )
     return source.with_attention(
         tuple(_layer(i, entry, source.attention[i]) for i, entry in enumerate(mla["layers"]))  # type: ignore[arg-type]
@@ -91,11 +99,15 @@ def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAtten
     known_keys = _LAYER_KEYS | _OPTIONAL_KEYS
     if not isinstance(entry, dict) or set(entry) - known_keys:
         unknown = sorted(set(entry) - known_keys) if isinstance(entry, dict) else entry
-        raise UnsupportedError(f"unknown entries {unknown} in a latent layer", where=where)
+        raise UnsupportedError(
+            f"unknown entries {unknown} in a latent layer",
+            where=where,
+            fix="use the version of mla that wrote it, or convert again",
+        )
     rope_dim = integer(entry, "qk_rope_head_dim", least=0)
     frequencies = entry.get("frequencies")
     if rope_dim and source.rotary is None:
-        raise InputError("a rotary key in a model without rotary embedding", where=where)
+        raise InputError("a rotary key in a model without rotary embedding", where=where, fix=RESTORE)
     if frequencies is not None or rope_dim:
         known = source.rotary.dim // 2 if source.rotary else 0
         if (
@@ -103,7 +115,7 @@ def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAtten
             or len(frequencies) * 2 != rope_dim
             or any(type(f) is not int or not 0 <= f < known for f in frequencies)
         ):
-            raise InputError(f"frequencies must be {rope_dim // 2} indices below {known}", where=where)
+            raise InputError(f"frequencies must be {rope_dim // 2} indices below {known}", where=where, fix=RESTORE)
         frequencies = tuple(frequencies)
     return LatentAttentionSpec(
         num_heads=source.num_heads,
