@@ -1,0 +1,73 @@
+"""How kernels are cut for each machine: rows and keys of a tile, warps, pipeline stages, and the number of splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_cli.errors import UnsupportedError
+from mla_cli.kernels.launch import Target
+from mla_cli.kernels.pages import PageLayout
+
+MAX_RANK = 2048  # channels of a latent whose accumulator still fits the registers of one program
+MAX_SPLITS = 128
+SPLIT_KEYS = 256  # fewest keys that pay for a split's own partial result
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows (heads of queries) and keys of one step of a program, and how it is compiled."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_for(target: Target, layout: PageLayout, rows: int) -> Tile:
+    """The tile of an attention kernel over latents, for `rows` query rows a sequence (at most).
+
+    Raises:
+        UnsupportedError: the latent is too wide for a program.
+    """
+    width = next_power_of_2(layout.kv_lora_rank)
+    if width > MAX_RANK:
+        raise UnsupportedError(
+            f"the Triton kernels hold latents of at most {MAX_RANK} channels, not {layout.kv_lora_rank}",
+            fix="use --backend torch",
+        )
+    if target.backend == "interpreter":
+        return Tile(16 if rows <= 16 else 32, 32, 4, 1)
+    return Tile(16, 32, 4 if width <= 512 else 8, 3)
+
+
+def splits_for(target: Target, programs: int, keys: int) -> int:
+    """Into how many splits the keys of each sequence are cut, so that few processors wait at the end.
+
+    A machine runs `processors` programs at a time. Of all numbers of splits whose last wave is nearly as full as the
+    fullest, the smallest is taken: each split writes a partial result that the merge reads.
+
+    Args:
+        programs: of one split; keys: of the longest sequence.
+    """
+    most = max(1, min(MAX_SPLITS, keys // SPLIT_KEYS))
+    if programs >= 2 * target.processors:
+        return 1
+
+    def fullness(splits: int) -> float:
+        waves = programs * splits / target.processors
+        return waves / -(-programs * splits // target.processors)
+
+    fullest = max(fullness(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if fullness(splits) >= 0.9 * fullest)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def explicit_tile(target: Target, width: int) -> Tile:
+    """The tile of attention over explicit keys, for heads of at most `width` channels."""
+    if target.backend == "interpreter":
+        return Tile(32, 32, 4, 1)
+    return Tile(64, 32 if width > 128 else 64, 4, 2)
