@@ -83,6 +83,7 @@ def attend(
     C: tl.constexpr = R // 2 if PACKED else R  # codes of a latent
     BLOCK_C: tl.constexpr = BLOCK_R // 2 if PACKED else BLOCK_R
     G: tl.constexpr = (R + 31) // 32
+    BLOCK_G: tl.constexpr = BLOCK_R // 32
 
     column = tl.arange(0, BLOCK_C)
     offset_n = tl.arange(0, BLOCK_N)
@@ -91,6 +92,7 @@ def attend(
         q = load_columns(q_row + 2 * column[None, :], row_exists, column, C, BLOCK_C)
         q_odd = load_columns(q_row + 2 * column[None, :] + 1, row_exists, column, C, BLOCK_C)
         acc_odd = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+        group = tl.arange(0, BLOCK_G)
     else:
         q = load_columns(q_row + column[None, :], row_exists, column, C, BLOCK_C)
     if D > 0:
@@ -112,8 +114,10 @@ def attend(
         codes = load_columns(latent_row + column[None, :], exists, column, C, BLOCK_C)  # [BLOCK_N, BLOCK_C]
         zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if PACKED:
-            groups = scale_ptr + (page * SCALE_STRIDE + slot * G)[:, None] + (column // (GROUP // 2))[None, :]
-            spread = load_columns(groups, exists, column, C, BLOCK_C).to(tl.float32)
+            groups = scale_ptr + (page * SCALE_STRIDE + slot * G)[:, None] + group[None, :]
+            scales = load_columns(groups, exists, group, G, BLOCK_G).to(tl.float32)  # [BLOCK_N, BLOCK_G]
+            spread = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_G, GROUP // 2))
+            spread = tl.reshape(spread, (BLOCK_N, BLOCK_C))
             signed = codes.to(tl.int8, bitcast=True)
             x = (((signed << 4) >> 4).to(tl.float32) * spread).to(DOT)  # shifting right carries the sign along
             x_odd = ((signed >> 4).to(tl.float32) * spread).to(DOT)

@@ -36,8 +36,12 @@ def tile_for(target: Target, layout: PageLayout, rows: int) -> Tile:
             fix="use --backend torch",
         )
     if target.backend == "interpreter":
-        return Tile(16 if rows <= 16 else 32, 32, 4, 1)
-    return Tile(16, 32, 4 if width <= 512 else 8, 3)
+        return Tile(16 if rows <= 16 else 64, 32, 4, 1)
+    block = 16 if rows <= 16 else 32
+    keys = 32 if width <= 1024 else 16
+    # Codes are widened in registers, which takes twice the threads; bfloat16 goes through shared memory as it is.
+    plain = layout.dtype == "bf16" and block == 16 and width <= 512
+    return Tile(block, keys, 4 if plain else 8, 3 if plain else 2)
 
 
 def splits_for(target: Target, programs: int, keys: int) -> int:

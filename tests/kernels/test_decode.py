@@ -1,0 +1,184 @@
+"""Triton's decode against the float64 formula, over caches that hold NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mla_cli.errors import MlaError
+from mla_cli.kernels import paged
+from mla_cli.kernels.pages import LATENT_DTYPES, PageLayout
+from mla_cli.kernels.paged import decode as torch_decode
+from tests.kernels.caches import PagedCache, paged_cache, random_queries
+from tests.kernels.interpreter import Interpreter
+
+DECODE = "mla_cli.kernels.decode.decode"
+EXACT = {"atol": 5e-6, "rtol": 2e-5}  # float32 sums against float64 ones
+
+
+def triton_decode(interpreter: Interpreter, q: torch.Tensor, cache: PagedCache, scale: float = 0.2, **kwargs: Any) -> Any:
+    kwargs = {"out_dtype": torch.float32, **kwargs}
+    return interpreter(DECODE, q, cache.pool, cache.layout, cache.block_table, cache.lengths, scale, **kwargs)
+
+
+def formula(q: torch.Tensor, cache: PagedCache, scale: float = 0.2, **kwargs: Any) -> Any:
+    return paged.decode_reference(q, cache.pool, cache.layout, cache.block_table, cache.lengths, scale, **kwargs)
+
+
+def assert_same(found: Any, expected: Any, **tolerance: float) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, **(tolerance or EXACT))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from(LATENT_DTYPES),
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=2),
+    queries=st.sampled_from([1, 1, 2, 5]),
+    heads=st.sampled_from([1, 3, 6, 9, 12, 28]),
+    r=st.sampled_from([8, 24, 48, 64, 96]),
+    d=st.sampled_from([0, 2, 8, 20, 32]),
+    splits=st.sampled_from([None, 1, 2, 7]),
+    window=st.sampled_from([None, 1, 7, 40]),
+    softcap=st.sampled_from([None, 3.0]),
+)
+def test_every_shape_equals_the_formula(
+    interpreter: Interpreter, seed: int, dtype: Any, lengths: list[int], queries: int, heads: int, r: int, d: int,
+    splits: int | None, window: int | None, softcap: float | None,
+) -> None:  # fmt: skip
+    cache = paged_cache(PageLayout(dtype, r, d), lengths, seed)
+    q = random_queries(len(lengths), queries, heads, r + d, seed=seed)
+    expected = formula(q, cache, window=window, softcap=softcap)
+    assert_same(triton_decode(interpreter, q, cache, num_splits=splits, window=window, softcap=softcap), expected)
+    found = torch_decode(
+        q, cache.pool, cache.layout, cache.block_table, cache.lengths, 0.2, window=window, softcap=softcap,
+        out_dtype=torch.float32,
+    )  # fmt: skip
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", LATENT_DTYPES)
+@pytest.mark.parametrize(("r", "d"), [(8, 0), (48, 8), (256, 32), (320, 64), (512, 64), (576, 40)])
+def test_ranks_are_right_and_repeatable(interpreter: Interpreter, dtype: Any, r: int, d: int) -> None:
+    cache = paged_cache(PageLayout(dtype, r, d), [35])
+    q = random_queries(1, 1, 5, r + d)
+    first = triton_decode(interpreter, q, cache, 0.05, num_splits=2)
+    assert_same(first, formula(q, cache, 0.05))
+    again = triton_decode(interpreter, q, cache, 0.05, num_splits=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_128_heads_are_cut_into_tiles_of_rows(interpreter: Interpreter, dtype: Any) -> None:
+    cache = paged_cache(PageLayout(dtype, 64, 16), [20, 33])
+    q = random_queries(2, 1, 128, 80)
+    assert_same(triton_decode(interpreter, q, cache), formula(q, cache))
+
+
+@pytest.mark.parametrize("dtype", LATENT_DTYPES)
+def test_splits_without_keys_weigh_nothing(interpreter: Interpreter, dtype: Any) -> None:
+    cache = paged_cache(PageLayout(dtype, 32, 8), [0, 1, 40])
+    q = random_queries(3, 1, 4, 40)
+    one = triton_decode(interpreter, q, cache, num_splits=1)
+    many = triton_decode(interpreter, q, cache, num_splits=8)
+    out, lse = many
+    assert bool((out[0] == 0).all())
+    assert bool((lse[0] == float("-inf")).all())
+    assert torch.equal(out[1], one[0][1])  # a single split with keys comes back as it is
+    assert_same(many, (one[0].double(), one[1].double()))
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_large_logits_stay_finite(interpreter: Interpreter, size: float) -> None:
+    cache = paged_cache(PageLayout("bf16", 64, 8), [50], size=size)
+    q = random_queries(1, 1, 4, 72) * size
+    out, lse = triton_decode(interpreter, q, cache, 1.0, num_splits=3)
+    expected, expected_lse = formula(q, cache, 1.0)
+    assert float(expected_lse.abs().max()) > (1e4 if size > 1 else 0)
+    # Scores of 1e4 have steps of 1e-3 in float32, and their exponentials that relative error.
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=2e-7)
+    torch.testing.assert_close(out.double(), expected, atol=size * 1e-4, rtol=1e-2)
+
+
+def test_a_sequences_result_does_not_depend_on_its_neighbours(interpreter: Interpreter) -> None:
+    cache = paged_cache(PageLayout("int8", 48, 8), [61, 3, 18, 70])
+    q = random_queries(4, 1, 9, 56)
+    together = triton_decode(interpreter, q, cache, num_splits=4)
+    alone = PagedCache(cache.layout, cache.pool, cache.block_table[:1].contiguous(), cache.lengths[:1])
+    for mine, all_of_them in zip(triton_decode(interpreter, q[:1], alone, num_splits=4), together, strict=True):
+        assert torch.equal(mine[0], all_of_them[0])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
+def test_the_scale_reaches_the_kernel(interpreter: Interpreter, dtype: Any) -> None:
+    cache = paged_cache(PageLayout(dtype, 64, 8), [40])
+    q = random_queries(1, 1, 4, 72)
+    plain, _ = triton_decode(interpreter, q, cache)
+    scales = cache.layout.scale_views(cache.pool)
+    assert scales is not None
+    scales.mul_(2)
+    doubled, _ = triton_decode(interpreter, q, cache)
+    assert float((doubled - plain).abs().max()) > 0.1
+    assert_same((doubled,), formula(q, cache)[:1])
+    # Doubled latents are half the query for the scores, and twice the output.
+    half = torch.cat((q[..., :64] / 2, q[..., 64:]), dim=-1)
+    undone, _ = triton_decode(interpreter, half, cache)
+    torch.testing.assert_close(undone / 2, plain, atol=1e-6, rtol=1e-6)
+
+
+def test_every_softmax_scale_is_used(interpreter: Interpreter) -> None:
+    cache = paged_cache(PageLayout("bf16", 32, 8), [40])
+    q = random_queries(1, 1, 4, 40)
+    for scale in (1.0, 0.37):
+        assert_same(triton_decode(interpreter, q, cache, scale), formula(q, cache, scale))
+
+
+def test_fp8_is_taken_apart_where_the_machine_cannot(interpreter: Interpreter) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 127) != 127]  # all but the two NaN
+    found = interpreter("tests.kernels.kernel_parts.fp8_from_bits", every)
+    assert torch.equal(found, every.view(torch.float8_e4m3fn).float())
+
+
+def test_a_broken_token_shows(interpreter: Interpreter) -> None:
+    cache = paged_cache(PageLayout("bf16", 32, 0), [40, 20])
+    q = random_queries(2, 1, 4, 32)
+    page = int(cache.block_table[0, 1])
+    cache.layout.latents(cache.pool)[page, 3, 5] = float("nan")
+    out, lse = triton_decode(interpreter, q, cache, num_splits=4)
+    assert bool(out[0, ..., 5].isnan().all())
+    assert bool(lse[0].isnan().all())
+    assert bool(out[1].isfinite().all())
+
+
+def test_arguments_are_refused_by_name(interpreter: Interpreter) -> None:
+    cache = paged_cache(PageLayout("bf16", 32, 8), [40, 20])
+    q = random_queries(2, 1, 4, 40)
+    good = (q, cache.pool, cache.layout, cache.block_table, cache.lengths, 0.2)
+    strided = random_queries(2, 1, 8, 40)[:, :, ::2]
+    bad: list[tuple[int, Any, str]] = [
+        (0, q.float(), "q is float32, not bfloat16"),
+        (0, strided, r"q has the strides .* q.contiguous\(\)"),
+        (0, q[..., :39], "q has the shape"),
+        (1, cache.pool[:, ::2], "pool has the shape"),
+        (1, cache.pool.view(torch.int8), "pool is int8"),
+        (2, PageLayout("bf16", 32, 16), "q has the shape"),
+        (3, cache.block_table.long(), "block_table is int64"),
+        (3, cache.block_table.t(), "block_table has the shape"),
+        (4, cache.lengths[:1], "lengths has the shape"),
+        (4, cache.lengths.float(), "lengths is float32"),
+    ]
+    for place, value, said in bad:
+        args = [*good[:place], value, *good[place + 1 :]]
+        with pytest.raises(MlaError, match=f"(?s)decode.*{said}|{said}.*"):
+            interpreter(DECODE, *args)
+    with pytest.raises(MlaError, match="num_splits"):
+        interpreter(DECODE, *good, num_splits=0)
+    with pytest.raises(MlaError, match="at most 2048 channels"):
+        wide = PageLayout("bf16", 4096, 8)
+        interpreter(DECODE, random_queries(1, 1, 1, 4104), wide.pool(1), wide, *(x[:1] for x in good[3:5]), 0.2)
