@@ -9,6 +9,8 @@ reference is `paged.decode_reference`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from mla_cli.kernels.launch import Launch, Target, check, check_pool, target_of
 from mla_cli.kernels.pages import PageLayout
 from mla_cli.kernels.quantized import PAGE
 from mla_cli.kernels.tile import KINDS, attend
-from mla_cli.kernels.tuning import next_power_of_2, splits_for, tile_for
+from mla_cli.kernels.tuning import Tile, next_power_of_2, splits_for, tile_for
 
 
 @triton.jit
@@ -114,7 +116,9 @@ def decode_kernel(
     )
 
 
-def paged_arguments(pool: Tensor, layout: PageLayout, target: Target, window: int | None, softcap: float | None) -> dict:
+def paged_arguments(
+    pool: Tensor, layout: PageLayout, target: Target, window: int | None, softcap: float | None
+) -> dict[str, Any]:
     """What every attention kernel over pages is told alike about the pool, the mask and the scores."""
     kind = "fp8_bits" if layout.dtype == "fp8" and not target.fp8 else layout.dtype
     codes = torch.uint8 if kind == "fp8_bits" else layout.storage_dtype
@@ -143,6 +147,12 @@ def paged_arguments(pool: Tensor, layout: PageLayout, target: Target, window: in
     }
 
 
+def decode_tile(q: Tensor, layout: PageLayout, target: Target, window: int | None, softcap: float | None) -> Tile:
+    """The tile for queries `[B, Q, H, ...]`."""
+    masked = q.shape[1] > 1 or window is not None or softcap is not None
+    return tile_for(target, layout, q.shape[1] * q.shape[2], masked)
+
+
 def plan(
     q: Tensor,
     pool: Tensor,
@@ -159,7 +169,7 @@ def plan(
 ) -> Launch:
     """The launch of all splits, into `out` `[splits, B*Q*H, r]` and `lse` `[splits, B*Q*H]`."""
     batch, queries, heads, _ = q.shape
-    tile = tile_for(target, layout, queries * heads)
+    tile = decode_tile(q, layout, target, window, softcap)
     return Launch(
         decode_kernel,
         (triton.cdiv(queries * heads, tile.rows), splits, batch),
@@ -217,7 +227,7 @@ def decode(
     check_cache("decode", pool, layout, block_table, lengths, batch, q.device)
     splits = num_splits
     if splits is None:
-        rows = triton.cdiv(queries * heads, tile_for(target, layout, queries * heads).rows)
+        rows = triton.cdiv(queries * heads, decode_tile(q, layout, target, window, softcap).rows)
         splits = splits_for(target, rows * batch, block_table.shape[1] * PAGE)
     if splits < 1:
         raise MlaError(f"num_splits is {splits}, not at least 1", where="decode")

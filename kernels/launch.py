@@ -33,6 +33,11 @@ class Target:
     processors: int
 
     @property
+    def warp_size(self) -> int:
+        """Lanes of a warp (AMD: wave)."""
+        return 64 if self.backend == "hip" else 32
+
+    @property
     def fp8(self) -> bool:
         """Whether the machine converts FP8-E4M3 itself; otherwise kernels take its bits apart."""
         return self.backend == "interpreter" or (isinstance(self.arch, int) and self.arch >= 89)
@@ -92,12 +97,17 @@ class Launch:
     num_warps: int
     num_stages: int = 1
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the kernel is compiled. Fused multiply-adds are asked for: Triton is about to change its default."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
     def run(self, device: torch.device) -> None:
         """Start the kernel; a grid without programs starts none."""
         if 0 in self.grid:
             return
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](**self.arguments, **self.options)
 
 
 def check(

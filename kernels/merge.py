@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_cli.kernels.launch import Launch, check, target_of
+from mla_cli.kernels.launch import Launch, Target, check, target_of
 
-BLOCK_R = 512  # channels of a program: 16 bytes a thread of 4 warps
+BLOCK_R = 512  # channels of a program
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def merge_kernel(
         tl.store(lse_ptr + row, tl.where(total == 0, float("-inf"), anchor + tl.log(total)))
 
 
-def plan(outputs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> Launch:
+def plan(outputs: Tensor, lses: Tensor, target: Target, out: Tensor, lse: Tensor) -> Launch:
     """The launch that merges `[n, ..., r]` and `[n, ...]` into `[..., r]` and `[...]`."""
     n, width = outputs.shape[0], outputs.shape[-1]
     rows = lses[0].numel()
@@ -71,7 +71,7 @@ def plan(outputs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> Launch:
             "BLOCK_N": max(2, triton.next_power_of_2(n)),
             "BLOCK_R": block,
         },
-        num_warps=max(1, min(4, block // 128)),
+        num_warps=max(1, block // (4 * target.warp_size)),  # four channels a lane are one load of 16 bytes
     )
 
 
@@ -85,7 +85,7 @@ def merge(outputs: Tensor, lses: Tensor, out_dtype: torch.dtype | None = None) -
     Returns:
         Output `[..., r]` and log-sum-exp `[...]`; zeros and minus infinity where no part has keys.
     """
-    target_of(outputs.device)
+    target = target_of(outputs.device)
     floats = (torch.float32, torch.bfloat16)
     check("merge", "outputs", outputs, (None,) * outputs.dim(), floats)
     check("merge", "lses", lses, tuple(outputs.shape[:-1]), (torch.float32,), outputs.device)
@@ -93,5 +93,5 @@ def merge(outputs: Tensor, lses: Tensor, out_dtype: torch.dtype | None = None) -
     lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outputs.device)
     if outputs.shape[0] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    plan(outputs, lses, out, lse).run(outputs.device)
+    plan(outputs, lses, target, out, lse).run(outputs.device)
     return out, lse

@@ -217,7 +217,7 @@ def plan(
 ) -> Launch:
     """The launch of `prefill`."""
     heads = q.shape[1]
-    tile = tile_for(target, layout, max_queries * heads)
+    tile = tile_for(target, layout, max_queries * heads, masked=True)
     return Launch(
         prefill_kernel,
         (triton.cdiv(max_queries * heads, tile.rows), len(lengths)),

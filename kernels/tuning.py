@@ -8,7 +8,7 @@ from mla_cli.errors import UnsupportedError
 from mla_cli.kernels.launch import Target
 from mla_cli.kernels.pages import PageLayout
 
-MAX_RANK = 2048  # channels of a latent whose accumulator still fits the registers of one program
+MAX_RANK = 1024  # channels of a latent whose accumulator still fits the registers of one program
 MAX_SPLITS = 128
 SPLIT_KEYS = 256  # fewest keys that pay for a split's own partial result
 
@@ -23,8 +23,11 @@ class Tile:
     num_stages: int
 
 
-def tile_for(target: Target, layout: PageLayout, rows: int) -> Tile:
+def tile_for(target: Target, layout: PageLayout, rows: int, masked: bool) -> Tile:
     """The tile of an attention kernel over latents, for `rows` query rows a sequence (at most).
+
+    Args:
+        masked: rows differ in what they see, or scores are capped, which takes registers.
 
     Raises:
         UnsupportedError: the latent is too wide for a program.
@@ -37,11 +40,24 @@ def tile_for(target: Target, layout: PageLayout, rows: int) -> Tile:
         )
     if target.backend == "interpreter":
         return Tile(16 if rows <= 16 else 64, 32, 4, 1)
-    block = 16 if rows <= 16 else 32
-    keys = 32 if width <= 1024 else 16
-    # Codes are widened in registers, which takes twice the threads; bfloat16 goes through shared memory as it is.
-    plain = layout.dtype == "bf16" and block == 16 and width <= 512
-    return Tile(block, keys, 4 if plain else 8, 3 if plain else 2)
+    # What each choice must hold is in docs/kernels/aot.json: no spills. Found by compiling, not by timing.
+    block = 16 if rows <= 16 or width > 512 else 32
+    if target.backend == "hip":
+        # A wave has 512 registers a lane; eight waves would share them.
+        return Tile(block, 16 if width > 512 or block == 32 else 32, 4, 2)
+    if width > 512:
+        return Tile(16, 16, 8, 2)
+    if layout.dtype == "bf16":
+        if block == 16:
+            return Tile(16, 32, 4, 3)  # as it is in shared memory: few registers
+        if rows > 32 and target.arch == 90 and not masked:
+            return Tile(64, 16, 8, 3)  # 64 rows are what the matrix instructions of Hopper and Blackwell need
+        if rows > 32 and target.arch == 100:
+            return Tile(64, 32 if masked else 64, 8, 2)  # Blackwell keeps the accumulator in a memory of its own
+    # Codes are widened in registers: twice the threads.
+    return Tile(
+        block, 16 if layout.dtype == "int4" and block == 32 else 32, 4 if width <= 256 and block == 16 else 8, 2
+    )
 
 
 def splits_for(target: Target, programs: int, keys: int) -> int:
@@ -74,4 +90,4 @@ def explicit_tile(target: Target, width: int) -> Tile:
     """The tile of attention over explicit keys, for heads of at most `width` channels."""
     if target.backend == "interpreter":
         return Tile(32, 32, 4, 1)
-    return Tile(64, 32 if width > 128 else 64, 4, 2)
+    return Tile(64, 64 if width <= 128 and target.arch in (90, 100) else 32, 4, 2)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_cli.errors import MlaError
-from mla_cli.kernels.launch import Launch, check, check_pool, target_of
+from mla_cli.kernels.launch import Launch, Target, check, check_pool, target_of
 from mla_cli.kernels.pages import PageLayout
 from mla_cli.kernels.quantized import AMAX_FLOOR
 from mla_cli.kernels.tile import BF16, GROUP, INT4, INT8, KINDS, PAGE
@@ -46,7 +46,7 @@ def _fp8_bits(x):
 
 @triton.jit
 def _finite(x):
-    return (x.to(tl.float32, bitcast=False).to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    return (x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
 
 
 @triton.jit
@@ -164,6 +164,7 @@ def plan(
     pool: Tensor,
     layout: PageLayout,
     flag: Tensor,
+    target: Target,
     norm_weight: Tensor | None,
     norm_eps: float,
     interleaved: bool,
@@ -206,8 +207,7 @@ def plan(
             "BLOCK_R": block,
             "BLOCK_D": next_power_of_2(max(1, layout.qk_rope_head_dim // 2)),
         },
-        # Eight channels a thread are one load of 16 bytes.
-        num_warps=max(1, min(8, block // 256)),
+        num_warps=max(1, block // (8 * target.warp_size)),  # eight channels a lane are one load of 16 bytes
     )
 
 
@@ -240,7 +240,7 @@ def write(
         clip: most that a range may reach.
     """
     device, tokens = latent.device, latent.shape[0]
-    target_of(device)
+    target = target_of(device)
     _check_rows("latent", latent, (tokens, layout.kv_lora_rank), FLOATS, device)
     if layout.qk_rope_head_dim:
         if k_rope is None:
@@ -258,7 +258,7 @@ def write(
     if norm_weight is not None:
         check("write", "norm_weight", norm_weight, (layout.kv_lora_rank,), FLOATS, device)
     check_pool("write", pool, layout.page_bytes, device)
-    args = (latent, k_rope, cos, sin, slots, pool, layout, flag, norm_weight, norm_eps, interleaved, clip)
+    args = (latent, k_rope, cos, sin, slots, pool, layout, flag, target, norm_weight, norm_eps, interleaved, clip)
     plan(*args).run(device)
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from mla_cli.kernels import decode, dispatch
+from mla_cli.kernels.pages import PageLayout
 from mla_cli.kernels.tile import _from_bits
-from mla_cli.kernels.write import _fp8_bits
+from mla_cli.kernels.write import _fp8_bits, write
 
 
 @triton.jit
-def _from_bits_kernel(source, target, BLOCK: tl.constexpr):  # noqa: N803
+def _from_bits_kernel(source, target, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(target + at, _from_bits(tl.load(source + at), tl.float32))
 
 
 @triton.jit
-def _to_bits_kernel(source, target, BLOCK: tl.constexpr):  # noqa: N803
+def _to_bits_kernel(source, target, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(target + at, _fp8_bits(tl.load(source + at)))
 
@@ -38,3 +43,45 @@ def fp8_to_bits(numbers: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(padded), dtype=torch.uint8)
     _to_bits_kernel[(1,)](padded, out, len(padded))
     return out[: len(numbers)]
+
+
+def write_slices(projected: torch.Tensor, inputs: list[Any]) -> torch.Tensor:
+    """The pool after writing latents and rotary keys that are slices of one tensor (sent alone, they would be copied)."""
+    layout = inputs[6]
+    latent, k_rope = projected.split((layout.kv_lora_rank, layout.qk_rope_head_dim), dim=-1)
+    write(latent, k_rope, *inputs[2:])
+    return inputs[5]  # type: ignore[no-any-return]
+
+
+def choose_with_broken_decode(how: str) -> tuple[list[str], list[str]]:
+    """Backends chosen while Triton's decode raises or is wrong, and the warnings."""
+    found, device = [], torch.device("cpu")
+    whole = decode.decode
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if how == "raises":
+            raise RuntimeError("no kernel image\nis available")
+        out, lse = whole(*args, **kwargs)
+        return (out * float("nan") if how == "nan" else out * 1.1), lse
+
+    dispatch._triton.cache_clear()
+    dispatch._failure.cache_clear()
+    dispatch._warn.cache_clear()
+    decode.decode = broken
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for layout in (PageLayout("bf16", 32, 8), PageLayout("bf16", 32, 8)):
+                found.append(dispatch.choose("triton", device, layout, 4).name)
+    finally:
+        decode.decode = whole
+        dispatch._triton.cache_clear()
+        dispatch._failure.cache_clear()
+    return found, [
+        str(w.message) for w in caught if issubclass(w.category, RuntimeWarning) and "Triton" in str(w.message)
+    ]
+
+
+def chosen(name: Any, dtype: Any, r: int, d: int, heads: int) -> str:
+    """The backend chosen where Triton can run."""
+    return dispatch.choose(name, torch.device("cpu"), PageLayout(dtype, r, d), heads).name

@@ -73,7 +73,10 @@ def test_byte_offsets_are_wider_than_32_bits() -> None:
     first_beyond = 2**31 // layout.page_bytes + 1
     slots = torch.tensor([first_beyond * 16 + 5], dtype=torch.int32)
     assert int(layout.latent_byte(slots)) == first_beyond * layout.page_bytes + 5 * 1024 > 2**31
-    assert int(slots_of(torch.tensor([[2**31 - 1]], dtype=torch.int32), torch.tensor([0]), torch.tensor([15]))) == 2**35 - 1
+    assert (
+        int(slots_of(torch.tensor([[2**31 - 1]], dtype=torch.int32), torch.tensor([0]), torch.tensor([15])))
+        == 2**35 - 1
+    )
 
 
 def test_aliases_of_a_type_are_one_layout() -> None:
