@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed-$(subst /,_,$(CONSTRAINTS))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --root-user-action=ignore
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-slow lint venv clean
+.PHONY: help demo test test-slow lint gpu-check kernels venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,13 @@ test-slow: venv ## run the long tests
 lint: venv ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Needs no environment of its own: a GPU machine's Python has the torch and triton that suit it.
+gpu-check: ## check and time the kernels on this machine's GPU (PYTHON has torch and triton)
+	$(PYTHON) scripts/gpu_check.py
+
+kernels: venv ## compile all kernels for all machines, and write docs/kernels/aot.json
+	$(BIN)/python scripts/compile_kernels.py
 
 venv: $(STAMP) ## make the environment in .venv (again when pyproject.toml or constraints.txt changed)
 

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from mla_cli.kernels import decode, merge, prefill, write
 from mla_cli.kernels.launch import Launch, Target
 from mla_cli.kernels.pages import LATENT_DTYPES, PageLayout
+from mla_cli.kernels.tuning import max_rank
 
 TARGETS = {
     "sm_80": Target("cuda", 80, 108),
@@ -69,10 +70,12 @@ class Configuration:
 
 def configurations() -> list[Configuration]:
     """Everything that is shipped."""
-    found = []
+    found: list[Configuration] = []
     for machine, target in TARGETS.items():
         for r, d, heads in SHAPES:
             for dtype in LATENT_DTYPES:
+                if r > max_rank(target, dtype):
+                    continue
                 layout, tail = PageLayout(dtype, r, d), f"{dtype} {r}+{d}"
                 add = partial(_configuration, found, machine, dtype)
                 add(f"decode {tail} {heads} heads", partial(_decode, target, layout, heads))

@@ -33,15 +33,14 @@ def decode_kernel(
     scale_ptr,  # the pool's scales
     table_ptr,  # int32, [B, table_stride]
     lengths_ptr,  # int32, [B]
-    out_ptr,  # [SPLITS, B * Q * H, R]
-    lse_ptr,  # fp32, [SPLITS, B * Q * H]
+    out_ptr,  # [splits, B * Q * H, R]
+    lse_ptr,  # fp32, [splits, B * Q * H]
     table_stride,
     queries,
     softmax_scale,
     softcap,
     window,
     H: tl.constexpr,
-    SPLITS: tl.constexpr,
     KIND: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -58,7 +57,7 @@ def decode_kernel(
     DOT: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(1)
+    split, splits = tl.program_id(1), tl.num_programs(1)
     sequence = tl.program_id(2).to(tl.int64)
     rows = queries * H
     length = tl.load(lengths_ptr + sequence)
@@ -69,7 +68,7 @@ def decode_kernel(
         first = tl.maximum(0, before + tl.program_id(0) * BLOCK_M // H - window + 1)
     # Where splits begin depends on the sequence alone, not on its neighbours.
     aligned = first // 16 * 16
-    share = tl.cdiv(tl.cdiv(length - aligned, SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(length - aligned, splits), BLOCK_N) * BLOCK_N
     begin = aligned + split * share
     end = tl.minimum(begin + share, length)
 
@@ -106,9 +105,8 @@ def decode_kernel(
     column = tl.arange(0, BLOCK_R)
     at = (split * tl.num_programs(2) + sequence) * rows + row
     tl.store(lse_ptr + at, lse, mask=row < rows)
-    written = row < rows
-    if SPLITS > 1:
-        written = row < tl.where(begin < end, rows, 0)  # the merge does not read what an empty split leaves unwritten
+    # The merge does not read what an empty split leaves unwritten.
+    written = row < tl.where((begin < end) | (splits == 1), rows, 0)
     tl.store(
         out_ptr + at[:, None] * R + column[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -183,7 +181,6 @@ def plan(
             "queries": queries,
             "softmax_scale": scale,
             "H": heads,
-            "SPLITS": splits,
             "CAUSAL": queries > 1,
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.keys,

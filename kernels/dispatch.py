@@ -100,14 +100,16 @@ def self_check(backend: Backend, device: torch.device, layout: PageLayout, heads
     backend.write(latent.to(device, torch.bfloat16), rope, None, None, slots.to(device), pool, layout, flag)
     sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
     scale = (r + d) ** -0.5
-    expected, _ = paged.decode_reference(q, pool, layout, table, sizes, scale)
-    stored, _ = gather(pool, layout, table, sizes)
+    expected, _ = paged.decode_reference(q.cpu(), pool.cpu(), layout, table.cpu(), sizes.cpu(), scale)
+    stored, _ = gather(pool.cpu(), layout, table.cpu(), sizes.cpu())
     coarse = {"bf16": 0.01, "int8": 0.02, "fp8": 0.05, "int4": 0.2}[layout.dtype]
-    written = float((stored.cpu()[0, :37] - latent[:37].bfloat16().float()).abs().max() / latent.abs().max())
+    written = float((stored[0, :37] - latent[:37].bfloat16().float()).abs().max() / latent.abs().max())
     found, _ = backend.decode(q, pool, layout, table, sizes, scale, num_splits=2)
     cu_seqlens = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
     again, _ = backend.prefill(q.flatten(0, 1), cu_seqlens, pool, layout, table, sizes, scale, max_queries=2)
-    differences = [(x.double().view_as(expected) - expected).abs().max() / expected.abs().max() for x in (found, again)]
+    differences = [
+        (x.cpu().double().view_as(expected) - expected).abs().max() / expected.abs().max() for x in (found, again)
+    ]
     if written > coarse or int(flag):
         return float("inf")
     return max(float(x) if x == x else float("inf") for x in differences)

@@ -5,6 +5,8 @@ Both gather a sequence's pages and hand them to `reference` or `torch_ops`; argu
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -179,5 +181,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _bounds(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    ends = cu_seqlens.tolist()
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(itertools.pairwise(cu_seqlens.tolist()))

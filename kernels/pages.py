@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_cli.errors import MlaError
-from mla_cli.kernels.quantized import GROUP, PAGE, LatentQuantizer, decode, normalize_dtype
+from mla_cli.kernels.quantized import PAGE, LatentQuantizer, decode, normalize_dtype
 
 LatentDtype = Literal["bf16", "int8", "fp8", "int4"]
 LATENT_DTYPES: tuple[LatentDtype, ...] = ("bf16", "int8", "fp8", "int4")
@@ -174,11 +174,6 @@ def gather(
         latent = decode(codes, stored[page, place], layout.kv_lora_rank, dtype)
     empty = ~exists[..., None]
     return latent.masked_fill(empty, 0), layout.k_rope(pool)[page, place].to(dtype).masked_fill(empty, 0)
-
-
-def group_count(width: int) -> int:
-    """Scales of an int4 latent of so many channels."""
-    return -(-width // GROUP)
 
 
 def _run(pool: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:

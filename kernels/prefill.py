@@ -310,7 +310,7 @@ def prefill(
         lengths: `[B]` int32 tokens of each sequence in the cache.
         scale: of the scores; window: most keys a query sees, itself included; softcap: bound of the scores.
         max_queries: a bound of the longest chunk; None: `T`, which starts programs in vain.
-        own: the chunks are in the cache, as the last of `lengths`; otherwise only what is before them is, and all of it is seen.
+        own: the chunks are in the cache, as the last of `lengths`; otherwise only what is before them is.
         out_dtype: bfloat16 or float32.
 
     Returns:

@@ -80,6 +80,7 @@ def attend(
 ):
     """Output `[BLOCK_M, BLOCK_R]` and log-sum-exp `[BLOCK_M]` of the run, float32; zeros and -inf for rows that see nothing."""
     PACKED: tl.constexpr = KIND == INT4
+    SCALED: tl.constexpr = KIND != BF16 and KIND != INT4  # by one number a token
     C: tl.constexpr = R // 2 if PACKED else R  # codes of a latent
     BLOCK_C: tl.constexpr = BLOCK_R // 2 if PACKED else BLOCK_R
     G: tl.constexpr = (R + 31) // 32
@@ -129,7 +130,7 @@ def attend(
         else:
             x = codes.to(DOT)  # exact: int8 and FP8-E4M3 numbers are bfloat16 numbers
             scores = _scores(q, x, DOT, zero)
-        if KIND == INT8 or KIND == FP8 or KIND == FP8_BITS:
+        if SCALED:
             token_scale = tl.load(scale_ptr + page * SCALE_STRIDE + slot, mask=exists, other=0.0)  # [BLOCK_N]
             scores = scores * token_scale[None, :]
         if D > 0:
@@ -155,7 +156,7 @@ def attend(
         p = tl.exp2(scores - anchor[:, None])
         fade = tl.exp2(largest - anchor)
         total = total * fade + tl.sum(p, 1)
-        if KIND == INT8 or KIND == FP8 or KIND == FP8_BITS:
+        if SCALED:
             p = p * token_scale[None, :]
         acc = tl.dot(p.to(DOT), x, acc * fade[:, None])
         if PACKED:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mla_cli.errors import UnsupportedError
 from mla_cli.kernels.launch import Target
-from mla_cli.kernels.pages import PageLayout
+from mla_cli.kernels.pages import LatentDtype, PageLayout
 
 MAX_RANK = 1024  # channels of a latent whose accumulator still fits the registers of one program
 MAX_SPLITS = 128
@@ -23,6 +23,11 @@ class Tile:
     num_stages: int
 
 
+def max_rank(target: Target, dtype: LatentDtype) -> int:
+    """Channels of the widest latent. On AMD, int4 codes and both halves of their accumulator fill the registers sooner."""
+    return 512 if target.backend == "hip" and dtype == "int4" else MAX_RANK
+
+
 def tile_for(target: Target, layout: PageLayout, rows: int, masked: bool) -> Tile:
     """The tile of an attention kernel over latents, for `rows` query rows a sequence (at most).
 
@@ -33,9 +38,10 @@ def tile_for(target: Target, layout: PageLayout, rows: int, masked: bool) -> Til
         UnsupportedError: the latent is too wide for a program.
     """
     width = next_power_of_2(layout.kv_lora_rank)
-    if width > MAX_RANK:
+    most = max_rank(target, layout.dtype)
+    if width > most:
         raise UnsupportedError(
-            f"the Triton kernels hold latents of at most {MAX_RANK} channels, not {layout.kv_lora_rank}",
+            f"the Triton kernels hold {layout.dtype} latents of at most {most} channels here, not {layout.kv_lora_rank}",
             fix="use --backend torch",
         )
     if target.backend == "interpreter":

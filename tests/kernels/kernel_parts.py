@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from mla_cli.kernels import decode, dispatch
 from mla_cli.kernels.pages import PageLayout
 from mla_cli.kernels.tile import _from_bits
 from mla_cli.kernels.write import _fp8_bits, write
+from tests.kernels.interpreter import ROOT
 
 
 @triton.jit
@@ -85,3 +87,28 @@ def choose_with_broken_decode(how: str) -> tuple[list[str], list[str]]:
 def chosen(name: Any, dtype: Any, r: int, d: int, heads: int) -> str:
     """The backend chosen where Triton can run."""
     return dispatch.choose(name, torch.device("cpu"), PageLayout(dtype, r, d), heads).name
+
+
+def gpu_checks(only: str, factor: float = 1.0) -> list[tuple[str, float, bool]]:
+    """The checks of scripts/gpu_check.py whose name begins so, small and on the CPU: name, error, whether it may be.
+
+    Decode's output is multiplied by `factor`.
+    """
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gpu_check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu_check)
+    whole = decode.decode
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        out, lse = whole(*args, **kwargs)
+        return out * factor, lse
+
+    decode.decode = scaled
+    try:
+        checks = [(name, error_of) for name, error_of in gpu_check.checks(torch.device("cpu"), small=True)]
+        found = [(name, error_of()) for name, error_of in checks if name.startswith(only)]
+    finally:
+        decode.decode = whole
+    return [(name, error, gpu_check.right(name, error)) for name, error in found]

@@ -182,5 +182,5 @@ def test_arguments_are_refused_by_name(interpreter: Interpreter) -> None:
     with pytest.raises(MlaError, match="num_splits"):
         interpreter(DECODE, *good, num_splits=0)
     wide = PageLayout("bf16", 4096, 8)
-    with pytest.raises(MlaError, match="at most 1024 channels"):
+    with pytest.raises(MlaError, match="bf16 latents of at most 1024 channels"):
         interpreter(DECODE, random_queries(1, 1, 1, 4104), wide.pool(1), wide, *(x[:1] for x in good[3:5]), 0.2)
