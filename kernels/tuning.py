@@ -11,6 +11,7 @@ from mla_cli.kernels.pages import LatentDtype, PageLayout
 MAX_RANK = 1024  # channels of a latent whose accumulator still fits the registers of one program
 MAX_SPLITS = 128
 SPLIT_KEYS = 256  # fewest keys that pay for a split's own partial result
+RESIDENT = 2  # programs of decode whose registers a processor holds at a time
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,20 @@ def tile_for(target: Target, layout: PageLayout, rows: int, masked: bool) -> Til
 def splits_for(target: Target, programs: int, keys: int) -> int:
     """Into how many splits the keys of each sequence are cut, so that few processors wait at the end.
 
-    A machine runs `processors` programs at a time. Of all numbers of splits whose last wave is nearly as full as the
-    fullest, the smallest is taken: each split writes a partial result that the merge reads.
+    Of all numbers of splits whose last wave is nearly as full as the fullest, the smallest is taken: each split writes a
+    partial result that the merge reads.
 
     Args:
         programs: of one split; keys: of the longest sequence.
     """
     most = max(1, min(MAX_SPLITS, keys // SPLIT_KEYS))
-    if programs >= 2 * target.processors:
+    slots = RESIDENT * target.processors
+    if programs >= 2 * slots:
         return 1
 
     def fullness(splits: int) -> float:
-        waves = programs * splits / target.processors
-        return waves / -(-programs * splits // target.processors)
+        waves = programs * splits / slots
+        return waves / -(-programs * splits // slots)
 
     fullest = max(fullness(splits) for splits in range(1, most + 1))
     return next(splits for splits in range(1, most + 1) if fullness(splits) >= 0.9 * fullest)

@@ -112,3 +112,25 @@ def gpu_checks(only: str, factor: float = 1.0) -> list[tuple[str, float, bool]]:
     finally:
         decode.decode = whole
     return [(name, error, gpu_check.right(name, error)) for name, error in found]
+
+
+def attend_far_away(dtype: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Write and decode in the first pages of a pool, and in pages whose bytes 32 bits cannot count.
+
+    Returns:
+        Both outputs, and the byte at which the far pages begin. The pool is never filled, so it takes no memory.
+    """
+    layout = PageLayout(dtype, 64, 8)
+    first = 2**31 // layout.page_bytes + 1
+    pool = layout.pool(first + 3)
+    g = torch.Generator().manual_seed(0)
+    latent, k_rope = torch.randn(40, 64, generator=g).bfloat16(), torch.randn(40, 8, generator=g).bfloat16()
+    q = torch.randn(1, 1, 4, 72, generator=g).bfloat16()
+    flag, length = torch.zeros(1, dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    results = []
+    for page in (0, first):
+        slots = page * 16 + torch.arange(40)
+        write(latent, k_rope, None, None, slots, pool, layout, flag)
+        table = page + torch.arange(3, dtype=torch.int32)[None]
+        results.append(decode.decode(q, pool, layout, table, length, 0.2, out_dtype=torch.float32)[0])
+    return results[0], results[1], first * layout.page_bytes

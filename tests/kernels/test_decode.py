@@ -184,3 +184,11 @@ def test_arguments_are_refused_by_name(interpreter: Interpreter) -> None:
     wide = PageLayout("bf16", 4096, 8)
     with pytest.raises(MlaError, match="bf16 latents of at most 1024 channels"):
         interpreter(DECODE, random_queries(1, 1, 1, 4104), wide.pool(1), wide, *(x[:1] for x in good[3:5]), 0.2)
+
+
+@pytest.mark.parametrize("dtype", LATENT_DTYPES)
+def test_pages_beyond_two_gigabytes_are_found(interpreter: Interpreter, dtype: Any) -> None:
+    near, far, begins = interpreter("tests.kernels.kernel_parts.attend_far_away", dtype)
+    assert begins > 2**31
+    assert float(near.abs().max()) > 0.1
+    assert torch.equal(near, far)
