@@ -67,9 +67,8 @@ def decode_kernel(
     if HAS_WINDOW:
         first = tl.maximum(0, before + tl.program_id(0) * BLOCK_M // H - window + 1)
     # Where splits begin depends on the sequence alone, not on its neighbours.
-    aligned = first // 16 * 16
-    share = tl.cdiv(tl.cdiv(length - aligned, splits), BLOCK_N) * BLOCK_N
-    begin = aligned + split * share
+    share = tl.cdiv(tl.cdiv(length - first, splits), BLOCK_N) * BLOCK_N
+    begin = first + split * share
     end = tl.minimum(begin + share, length)
 
     out, lse = attend(
@@ -82,7 +81,6 @@ def decode_kernel(
         row < rows,
         before + row // H,
         begin,
-        first,
         end,
         softmax_scale,
         softcap,

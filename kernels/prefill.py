@@ -100,7 +100,6 @@ def prefill_kernel(
             row,
             row < rows,
             before + row // H,
-            first // 16 * 16,
             first,
             end,
             softmax_scale,

@@ -58,7 +58,6 @@ def attend(
     row_exists,  # [BLOCK_M]
     position,  # [BLOCK_M] place of each row's query in its sequence
     begin,  # first key of the run
-    first,  # first key that any row may see
     end,  # one past the last key of the run
     softmax_scale,
     softcap,
@@ -106,7 +105,7 @@ def attend(
 
     for start in range(begin, end, BLOCK_N):
         key = start + offset_n
-        exists = (key >= first) & (key < end)
+        exists = key < end
         # A page's number times its size is beyond 2^31 in any large pool.
         page = tl.load(table_ptr + key // PAGE, mask=exists, other=0).to(tl.int64)
         slot = key % PAGE

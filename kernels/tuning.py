@@ -51,6 +51,8 @@ def tile_for(target: Target, layout: PageLayout, rows: int, masked: bool) -> Til
     block = 16 if rows <= 16 or width > 512 else 32
     if target.backend == "hip":
         # A wave has 512 registers a lane; eight waves would share them.
+        if layout.dtype == "int4" and masked:
+            return Tile(16, 16, 4, 2)
         return Tile(block, 16 if width > 512 or block == 32 else 32, 4, 2)
     if width > 512:
         return Tile(16, 16, 8, 2)

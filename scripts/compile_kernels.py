@@ -2,7 +2,8 @@
 
     python scripts/compile_kernels.py [--only WORDS]
 
-Exits with 1 if a configuration does not hold what it must (see `mla_cli.kernels.aot`); with `--only` nothing is written.
+Exits with 1 if a configuration does not hold what it must (see `mla_cli.kernels.aot`). With `--only` the other rows stay as
+they are, if the same version of Triton made them.
 """
 
 from __future__ import annotations
@@ -29,24 +30,26 @@ def main() -> int:
 
     from mla_cli.kernels import aot
 
+    before = json.loads(TABLE.read_text(encoding="utf-8")) if only and TABLE.exists() else {}
+    if only and before.get("triton") != triton.__version__:
+        print(f"the table was made by triton {before.get('triton')}, not {triton.__version__}: compile all of it")
+        return 1
     table: dict[str, dict[str, int]] = {}
-    wrong = 0
+    compiled = wrong = 0
     for configuration in aot.configurations():
         name = f"{configuration.machine} {configuration.name}"
         if only not in name:
+            table |= {name: before["kernels"][name]} if name in before["kernels"] else {}
             continue
         counts = aot.compile_launch(configuration.launch(), aot.TARGETS[configuration.machine])
         found = aot.faults(configuration, counts)
-        wrong += bool(found)
+        compiled, wrong = compiled + 1, wrong + bool(found)
         table[name] = counts
         print(name, counts, *(f"FAULT: {fault}" for fault in found), flush=True)
-    if not only:
-        TABLE.parent.mkdir(parents=True, exist_ok=True)
-        rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(counts)}" for name, counts in table.items())
-        TABLE.write_text(
-            f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{rows}\n  }}\n}}\n', encoding="utf-8"
-        )
-    print(f"{len(table)} configurations, {wrong} with faults")
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(counts)}" for name, counts in table.items())
+    TABLE.write_text(f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{rows}\n  }}\n}}\n', encoding="utf-8")
+    print(f"{compiled} configurations, {wrong} with faults")
     return 1 if wrong else 0
 
 
