@@ -9,7 +9,7 @@ is chosen holds even where that is not quite so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mla_cli.calibration.passes import HeldOutCost
 from mla_cli.checkpoint.kv_cache import Quantizers
@@ -26,7 +26,7 @@ class TradePoint:
 
 @dataclass(frozen=True)
 class Fallback:
-    """What to use, and everything that was tried on the way, by number of layers in bfloat16."""
+    """What to use, and the trade: everything that was tried on the way and both ends, by number of layers in bfloat16."""
 
     chosen: TradePoint
     trade: tuple[TradePoint, ...]
@@ -53,6 +53,9 @@ def fall_back(
     used = [layer for layer, quantizer in enumerate(quantizers) if quantizer is not None]
     order = sorted(used, key=lambda layer: (-losses[layer], layer))
     tried = {0: TradePoint((), quantizers, all_quantised)}
+    if order and max_loss is not None:  # the other end of the trade is known
+        nothing = replace(all_quantised, quantised_nll=all_quantised.plain_nll, kl=0.0, layers=())
+        tried[len(order)] = TradePoint(tuple(sorted(order)), without(quantizers, order), nothing)
 
     def small_enough(count: int) -> bool:
         if count not in tried:

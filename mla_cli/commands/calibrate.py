@@ -163,7 +163,7 @@ def summary(report: dict[str, Any]) -> str:
         f"({held['ppl_change_percent']:+.2f} %), on {held['tokens']:,} held-out tokens",
         f"  KL           {held['kl']:.5f} nats a token",
     ]
-    if len(report["trade"]) > 1:
+    if len(report["trade"]) > 2:  # more than its ends
         lines.append("  trade        layers in bf16, bytes a token, perplexity:")
         lines += [
             f"    {len(point['bf16_layers']):>3} {point['bytes_per_token']:>9,} {point['ppl_change_percent']:>+8.2f} %"

@@ -62,10 +62,10 @@ def test_the_worst_go_first_and_no_more_than_it_takes(costs: list[float], max_lo
         assert model.cost(without(model.quantizers, fewer)).change_percent > max_loss
     assert found.quantizers == without(model.quantizers, kept)
     assert model.measured <= 2 * math.log2(len(costs) + 1) + 2
-    assert model.measured == len(found.trade) - 1  # nothing twice
+    assert model.measured == len(found.trade) - 2  # nothing twice, and not what is known: both ends
     assert [len(point.layers) for point in found.trade] == sorted({len(point.layers) for point in found.trade})
     for point in found.trade:
-        assert point.cost == model.cost(point.quantizers)
+        assert point.cost.change_percent == pytest.approx(model.cost(point.quantizers).change_percent)
         assert [layer for layer, q in enumerate(point.quantizers) if q is None] == list(point.layers)
 
 
@@ -147,8 +147,10 @@ def test_a_ruined_layer_stays_in_bfloat16(ruined: Path, scales: Any) -> None:
     quantizers = quantizers_for(model.source.config, model.spec, "auto")
     assert quantizers is not None
     assert [quantizer is None for quantizer in quantizers] == [True, False]
-    # The trade: everything that was tried, and which of it is stored.
-    every, chosen = report["trade"]
+    # The trade: everything that was tried, which of it is stored, and what it costs to lose nothing.
+    every, chosen, nothing = report["trade"]
+    assert (nothing["bf16_layers"], nothing["ppl_change_percent"], nothing["kl"]) == ([0, 1], 0, 0)
+    assert nothing["bytes_per_token"] == report["bytes_per_token"]["unquantised"]
     assert (every["bf16_layers"], every["chosen"]) == ([], False)
     assert (chosen["bf16_layers"], chosen["chosen"]) == ([0], True)
     assert every["ppl_change_percent"] > 0.5 >= chosen["ppl_change_percent"]
@@ -198,7 +200,7 @@ def test_the_limit_is_one_percent_unless_it_is_given(ruined: Path) -> None:
     assert report["heldout"]["ppl_change_percent"] <= 1.0
     loose = calibrate(str(ruined), None, written(ruined, rotation="none", max_loss=1e6), CPU)
     assert [layer["dtype"] for layer in loose["layers"]] == ["int8", "int8"]
-    assert len(loose["trade"]) == 1
+    assert [point["bf16_layers"] for point in loose["trade"]] == [[], [0, 1]]
     assert any("attention output a lot in layer: 0 (" in warning for warning in loose["warnings"])
 
 
