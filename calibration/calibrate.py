@@ -24,6 +24,7 @@ from mla_cli.calibration.clipping import Clip, choose_clip
 from mla_cli.calibration.fallback import Fallback, fall_back
 from mla_cli.calibration.observers import QUANTILES, LatentObserver, LatentRange, check_complete
 from mla_cli.calibration.passes import HeldOut, HeldOutCost, watch_latents
+from mla_cli.calibration.precision import keep_freed_memory
 from mla_cli.calibration.report import Calibration, build_report
 from mla_cli.calibration.sensitivity import SEQUENCES, Sensitivity, by_content, measure_sensitivity
 from mla_cli.calibration.store import REPORT_KEY, check_target, folded_rotation, stored_report, write_calibration
@@ -82,6 +83,7 @@ def calibrate(checkpoint: str, out: Path | None, options: CalibrateOptions, devi
         MlaError: anything that stops it; the checkpoint is as before then.
     """
     begun = time.monotonic()
+    keep_freed_memory()
     model = open_model(checkpoint)
     for line in model.notes:
         note(line)

@@ -95,15 +95,20 @@ class LatentObserver:
         for size, count in _counted(_bits(amax.amax(dim=-1)) >> (_MANTISSA_BITS - ROW_BITS)):
             self._sizes[size] = self._sizes.get(size, 0) + count
         reach = amax if reach is None else reach.float()
-        groups, width = amax.shape[1], latents.shape[1]
-        member = torch.arange(width, device=values.device) // (self.group or width)  # [r]
-        keys = (_bits(reach) >> (_MANTISSA_BITS - ROW_BITS)) * groups + torch.arange(groups, device=values.device)
-        found, inverse = torch.unique(keys, return_inverse=True)  # [R], [n, G]
-        share = values / reach.clamp(min=_SMALLEST)[:, member]
-        columns = ((_bits(share) >> (_MANTISSA_BITS - COLUMN_BITS)) - _FIRST_COLUMN).clamp(0, COLUMNS - 1)  # [n, r]
-        cells = ((inverse * COLUMNS)[:, member] + columns).flatten()
+        groups, width = amax.shape[1], self.group or latents.shape[1]
+        for index in range(groups):
+            self._count(values[:, index * width : (index + 1) * width], reach[:, index], index, groups)
+
+    def _count(self, values: Tensor, reach: Tensor, index: int, groups: int) -> None:
+        """Count one group's values `[n, c]` by what the group reaches `[n]` and by their share of it."""
+        found, inverse = torch.unique(_bits(reach) >> (_MANTISSA_BITS - ROW_BITS), return_inverse=True)  # [R], [n]
+        # In place and in 32 bits: there are a billion values, and each pass over them takes as long as a matrix product.
+        columns = _bits(values / reach.clamp(min=_SMALLEST)[:, None])  # [n, c]
+        columns.bitwise_right_shift_(_MANTISSA_BITS - COLUMN_BITS).sub_(_FIRST_COLUMN).clamp_(0, COLUMNS - 1)
+        cells = columns.add_((inverse * COLUMNS).int()[:, None]).flatten()
         counts = torch.bincount(cells, minlength=len(found) * COLUMNS).view(-1, COLUMNS).cpu()  # [R, COLUMNS]
-        for key, count in zip(found.tolist(), counts, strict=True):
+        for size, count in zip(found.tolist(), counts, strict=True):
+            key = size * groups + index
             if key in self._counts:
                 self._counts[key] += count
             else:
