@@ -22,7 +22,7 @@ from mla_cli.calibration.choose import (
 from mla_cli.calibration.choose_texts import choose_texts
 from mla_cli.calibration.clipping import Clip, choose_clip
 from mla_cli.calibration.fallback import Fallback, fall_back
-from mla_cli.calibration.observers import QUANTILES, LatentObserver, LatentRange, check_complete
+from mla_cli.calibration.observers import QUANTILES, LatentRange, results_by_layer
 from mla_cli.calibration.passes import HeldOut, HeldOutCost, watch_latents
 from mla_cli.calibration.precision import keep_freed_memory
 from mla_cli.calibration.report import Calibration, build_report
@@ -37,7 +37,6 @@ from mla_cli.checkpoint.weight_file import read_json_object
 from mla_cli.console import note, progress, warn
 from mla_cli.errors import UsageError
 from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, RopeDtype, group_of
-from mla_cli.model.spec import LatentAttentionSpec
 from mla_cli.model.tokenizer import load_tokenizer
 
 # Held-out sequences for the report: enough to tell half a percent of perplexity, few enough to cost seconds.
@@ -202,14 +201,12 @@ def _ranges(
     device: torch.device,
 ) -> list[LatentRange | None]:
     """What each layer's observer saw; None for layers without a latent, or where nothing is quantised."""
-    latent = [isinstance(attention, LatentAttentionSpec) for attention in model.spec.attention]
     if plan.dtype is None:
-        return [None] * len(latent)
-    observers: list[LatentObserver] = watch_latents(
+        return [None] * model.spec.num_layers
+    observers = watch_latents(
         model, texts, dtype=dtype, device=device, variant=variant, kv_dtype=plan.dtype, granularity=options.scales
     )  # fmt: skip
-    check_complete([observer for observer, used in zip(observers, latent, strict=True) if used], texts.tokens)
-    return [observer.result() if used else None for observer, used in zip(observers, latent, strict=True)]
+    return results_by_layer(observers, model.spec, texts.tokens)
 
 
 def _clips(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from mla_cli.checkpoint.kv_cache import REACH_QUANTILE
 from mla_cli.errors import MlaError
 from mla_cli.kernels.quantized import PAGE
+from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
 # A float32's leading bits number its bin: exponent and the first bits of the mantissa. No range has to be assumed.
 _MANTISSA_BITS = 23
@@ -27,6 +28,7 @@ OCTAVES = 16  # smaller shares are one bin: under 1/500 of an int8 step
 _FIRST_COLUMN = (_BIAS - OCTAVES) << COLUMN_BITS
 COLUMNS = (OCTAVES << COLUMN_BITS) + 1  # the last one holds a share of exactly 1
 QUANTILES = (0.5, REACH_QUANTILE, 0.99, 0.999)
+T = TypeVar("T", covariant=True)
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -167,6 +169,13 @@ class Watcher(Protocol):
     tokens: int
 
 
+class ResultWatcher(Watcher, Protocol[T]):
+    """One that says what it has found."""
+
+    def result(self) -> T:
+        """What was found so far."""
+
+
 def check_complete(observers: Sequence[Watcher], tokens: int) -> None:
     """Make sure that every layer has seen every token.
 
@@ -180,6 +189,13 @@ def check_complete(observers: Sequence[Watcher], tokens: int) -> None:
             f"not every layer has seen all {tokens:,} calibration tokens; layer (tokens seen): {names}",
             fix="nothing was written; please report this",
         )
+
+
+def results_by_layer(watchers: Sequence[ResultWatcher[T]], spec: DecoderSpec, tokens: int) -> list[T | None]:
+    """What was found of each layer once every one has seen every token (see `check_complete`); None without a latent."""
+    latent = [isinstance(attention, LatentAttentionSpec) for attention in spec.attention]
+    check_complete([watcher for watcher, used in zip(watchers, latent, strict=True) if used], tokens)
+    return [watcher.result() if used else None for watcher, used in zip(watchers, latent, strict=True)]
 
 
 def _bits(values: Tensor) -> Tensor:

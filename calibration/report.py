@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_cli.calibration.choose import Candidate, Plan
-from mla_cli.calibration.clipping import UNCLIPPED, Clip
+from mla_cli.calibration.clipping import Clip
 from mla_cli.calibration.fallback import Fallback
 from mla_cli.calibration.observers import QUANTILES, LatentRange
 from mla_cli.calibration.passes import HeldOutCost
@@ -151,12 +151,6 @@ def _candidate_report(candidate: Candidate) -> dict[str, Any]:
         "ppl_change_percent": candidate.cost.change_percent,
         "kl": candidate.cost.kl,
     }
-
-
-def widest(clip: float | Sequence[float] | None) -> float | None:
-    """The largest range of a layer's groups that has an end."""
-    ranges = [clip] if isinstance(clip, float | int) else [*(clip or ())]
-    return max((value for value in ranges if value < UNCLIPPED), default=None)
 
 
 def _name(dtype: torch.dtype) -> str:

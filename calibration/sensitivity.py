@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mla_cli.calibration.layer_bank import LayerBank
 from mla_cli.calibration.layerwise import Batches, run, steps_in, ticking
-from mla_cli.calibration.observers import LatentRange, check_complete, grouped_amax
+from mla_cli.calibration.observers import LatentRange, grouped_amax, results_by_layer
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Record
-from mla_cli.model.spec import LatentAttentionSpec
 
 # Sequences of the backward pass, which costs several forward passes. Second moments settle soon; 16,000 tokens are plenty.
 SEQUENCES = 32
@@ -151,9 +150,7 @@ def measure_sensitivity(
             bank.frame, bank.source_layer, texts.sequences, texts.lengths, batches,
             observe_gradient=observe, seed=seed, compute=compute, tick=tick,
         )  # fmt: skip
-    latent = [isinstance(attention, LatentAttentionSpec) for attention in model.spec.attention]
-    check_complete([watcher for watcher, used in zip(watchers, latent, strict=True) if used], texts.tokens)
-    return [watcher.result() if used else None for watcher, used in zip(watchers, latent, strict=True)]
+    return results_by_layer(watchers, model.spec, texts.tokens)
 
 
 class _Watcher:

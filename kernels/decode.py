@@ -118,21 +118,20 @@ def paged_arguments(
     """What every attention kernel over pages is told alike about the pool, the mask and the scores."""
     kind = "fp8_bits" if layout.dtype == "fp8" and not target.fp8 else layout.dtype
     codes = torch.uint8 if kind == "fp8_bits" else layout.storage_dtype
-    scale_dtype = torch.bfloat16 if layout.dtype == "int4" else torch.float32
-    code_bytes, scale_bytes = codes.itemsize, scale_dtype.itemsize
-    flat = pool.view(-1)
+    latents, ropes, scales = layout.flat(pool, codes)
+    latent_stride, rope_stride, scale_stride = layout.strides(codes)
     return {
-        "latent_ptr": flat.view(codes),
-        "rope_ptr": flat[layout.rope_offset :].view(torch.bfloat16),
-        "scale_ptr": flat[layout.scale_offset :].view(scale_dtype) if layout.scales else flat.view(scale_dtype),
+        "latent_ptr": latents,
+        "rope_ptr": ropes,
+        "scale_ptr": scales,
         "softcap": 1.0 if softcap is None else softcap,
         "window": 0 if window is None else window,
         "KIND": KINDS[kind],
         "R": layout.kv_lora_rank,
         "D": layout.qk_rope_head_dim,
-        "LATENT_STRIDE": layout.page_bytes // code_bytes,
-        "ROPE_STRIDE": layout.page_bytes // 2,
-        "SCALE_STRIDE": layout.page_bytes // scale_bytes,
+        "LATENT_STRIDE": latent_stride,
+        "ROPE_STRIDE": rope_stride,
+        "SCALE_STRIDE": scale_stride,
         "HAS_WINDOW": window is not None,
         "HAS_SOFTCAP": softcap is not None,
         # The interpreter's numbers are numpy's, which has no bfloat16.

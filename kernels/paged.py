@@ -6,6 +6,7 @@ Both gather a sequence's pages and hand them to `reference` or `torch_ops`; argu
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -51,18 +52,10 @@ def decode(
 ) -> Result:
     """`decode.decode` by PyTorch's operators in float32; there are no splits, so their number changes nothing."""
     latent, k_rope = gather(pool, layout, block_table, lengths)  # [B, S, r], [B, S, d_R]
-    batch, queries, heads, _ = q.shape
-    positions = lengths.long()[:, None] - queries + torch.arange(queries, device=q.device)
+    positions = lengths.long()[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)  # [B, Q]
     visible = reference.visible_keys(positions, latent.shape[1], window, lengths)  # [B, Q, S]
-    rows = q.float().view(batch, queries * heads, -1)  # heads are query rows
-    scores = torch.bmm(rows, torch.cat((latent, k_rope), dim=-1).transpose(1, 2)) * scale  # [B, Q*H, S]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(batch, queries, heads, -1).masked_fill(~visible[:, :, None], float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)  # [B, Q, H]
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
-    out = torch.bmm(weights.view(batch, queries * heads, -1), latent)
-    return out.view(batch, queries, heads, -1).to(out_dtype), lse
+    out, lse = _attend(q, latent, k_rope, visible, scale, softcap)
+    return out.to(out_dtype), lse
 
 
 def prefill_reference(
@@ -79,17 +72,13 @@ def prefill_reference(
     own: bool = True,
 ) -> Result:
     """`prefill.prefill` in float64: output `[T, H, r]` and log-sum-exp `[T, H]`."""
-    outputs, lses = [], []
-    for b, (begin, end) in enumerate(_bounds(cu_seqlens)):
-        latent, k_rope = gather(pool, layout, block_table[b : b + 1], lengths[b : b + 1], torch.float64)
-        tokens, keys = end - begin, latent.shape[1]
-        positions = (keys - tokens if own else keys) + torch.arange(tokens, device=q.device)[None]
-        q_latent, q_rope = q[None, begin:end].split((layout.kv_lora_rank, layout.qk_rope_head_dim), dim=-1)
-        visible = reference.visible_keys(positions, keys, window)
-        out, lse = reference.latent_attention(q_latent, q_rope, latent, k_rope, visible, scale, softcap)
-        outputs.append(out[0])
-        lses.append(lse[0])
-    return torch.cat(outputs), torch.cat(lses)
+    parts = []
+    for query, latent, k_rope, visible in _chunks(
+        q, cu_seqlens, pool, layout, block_table, lengths, torch.float64, window, own
+    ):
+        q_latent, q_rope = query.split((layout.kv_lora_rank, layout.qk_rope_head_dim), dim=-1)
+        parts.append(reference.latent_attention(q_latent, q_rope, latent, k_rope, visible, scale, softcap))
+    return _joined(parts)
 
 
 def prefill(
@@ -108,22 +97,48 @@ def prefill(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Result:
     """`prefill.prefill` by PyTorch's operators, a sequence at a time."""
-    outputs, lses = [], []
-    for b, (begin, end) in enumerate(_bounds(cu_seqlens)):
-        latent, k_rope = gather(pool, layout, block_table[b : b + 1], lengths[b : b + 1])
+    chunks = _chunks(q, cu_seqlens, pool, layout, block_table, lengths, torch.float32, window, own)
+    out, lse = _joined([_attend(*chunk, scale, softcap) for chunk in chunks])
+    return out.to(out_dtype), lse
+
+
+def _chunks(
+    q: Tensor,
+    cu_seqlens: Tensor,
+    pool: Tensor,
+    layout: PageLayout,
+    block_table: Tensor,
+    lengths: Tensor,
+    dtype: torch.dtype,
+    window: int | None,
+    own: bool,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of each sequence its queries `[1, T, H, r+d_R]`, latents `[1, S, r]`, rotary keys and who sees what `[1, T, S]`."""
+    for b, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        latent, k_rope = gather(pool, layout, block_table[b : b + 1], lengths[b : b + 1], dtype)
         tokens, keys = end - begin, latent.shape[1]
         positions = (keys - tokens if own else keys) + torch.arange(tokens, device=q.device)[None]
-        visible = reference.visible_keys(positions, keys, window)[0, :, None]  # [T, 1, S]
-        rows = q[begin:end].float()  # [T, H, r+d_R]
-        scores = torch.matmul(rows, torch.cat((latent, k_rope), dim=-1)[0].T) * scale  # [T, H, S]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~visible, float("-inf"))
-        lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
-        outputs.append((weights @ latent[0]).to(out_dtype))
-        lses.append(lse)
-    return torch.cat(outputs), torch.cat(lses)
+        yield q[None, begin:end], latent, k_rope, reference.visible_keys(positions, keys, window)
+
+
+def _joined(parts: Sequence[Result]) -> Result:
+    """Results of one sequence each, one after the other without padding."""
+    outputs, lses = zip(*parts, strict=True)
+    return torch.cat([out[0] for out in outputs]), torch.cat([lse[0] for lse in lses])
+
+
+def _attend(q: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Result:
+    """Output `[B, Q, H, r]` and log-sum-exp `[B, Q, H]` of queries `[B, Q, H, r+d_R]`, float32; `visible` `[B, Q, S]`."""
+    (batch, queries, heads, width), keys = q.shape, latent.shape[1]
+    rows = q.float().view(batch, queries * heads, width)  # heads are query rows
+    scores = torch.bmm(rows, torch.cat((latent, k_rope), dim=-1).transpose(1, 2)) * scale  # [B, Q*H, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(batch, queries, heads, keys).masked_fill(~visible[:, :, None], float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)  # [B, Q, H]
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
+    out = torch.bmm(weights.view(batch, queries * heads, keys), latent)
+    return out.view(batch, queries, heads, latent.shape[-1]), lse
 
 
 def merge(outputs: Tensor, lses: Tensor, out_dtype: torch.dtype | None = None) -> Result:
@@ -178,7 +193,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     real, imag = (x[:, 0::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=-1)
     turned = real * cos - imag * sin, imag * cos + real * sin
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-
-
-def _bounds(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(cu_seqlens.tolist()))

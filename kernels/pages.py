@@ -80,10 +80,14 @@ class PageLayout:
         return self.rope_offset + PAGE * self.qk_rope_head_dim * 2
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        """Data type of the scales (bfloat16 latents have none)."""
+        return torch.float32 if self.quantizer is None else self.quantizer.scale_dtype
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of a page that hold something."""
-        width = 0 if self.quantizer is None else self.quantizer.scale_dtype.itemsize
-        return self.scale_offset + PAGE * self.scales * width
+        return self.scale_offset + PAGE * self.scales * self.scale_dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -111,7 +115,18 @@ class PageLayout:
         """The scales of every slot, a view `[pages, 16, G]`; None where there are none."""
         if self.quantizer is None:
             return None
-        return _run(pool, self.scale_offset, self.used_bytes, self.quantizer.scale_dtype)
+        return _run(pool, self.scale_offset, self.used_bytes, self.scale_dtype)
+
+    def flat(self, pool: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Where kernels begin to count: page 0's codes (read as `codes`), rotary keys and scales, each to the pool's end."""
+        flat = pool.view(-1)
+        scales = flat[self.scale_offset :] if self.scales else flat  # none are read there
+        return flat.view(codes), flat[self.rope_offset :].view(torch.bfloat16), scales.view(self.scale_dtype)
+
+    def strides(self, codes: torch.dtype) -> tuple[int, int, int]:
+        """Elements from one page to the next in each view of `flat`."""
+        rope, scale = torch.bfloat16.itemsize, self.scale_dtype.itemsize
+        return self.page_bytes // codes.itemsize, self.page_bytes // rope, self.page_bytes // scale
 
     def latent_byte(self, slot: Tensor) -> Tensor:
         """First byte in the pool of the latents of slots `[...]`, int64: a pool of more than 2 GiB is the normal case."""

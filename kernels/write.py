@@ -172,8 +172,8 @@ def plan(
 ) -> Launch:
     """The launch of `write`; an argument that a configuration does not read is stood in for by one it does."""
     codes = torch.uint8 if layout.dtype == "fp8" else layout.storage_dtype
-    scale_dtype = torch.bfloat16 if layout.dtype == "int4" else torch.float32
-    flat = pool.view(-1)
+    stored, ropes, scales = layout.flat(pool, codes)
+    code_stride, rope_stride, scale_stride = layout.strides(codes)
     block = max(32, next_power_of_2(layout.kv_lora_rank))
     return Launch(
         write_kernel,
@@ -185,9 +185,9 @@ def plan(
             "sin_ptr": flag if sin is None else sin,
             "norm_ptr": latent if norm_weight is None else norm_weight,
             "slots_ptr": slots,
-            "codes_ptr": flat.view(codes),
-            "rope_ptr": flat[layout.rope_offset :].view(torch.bfloat16),
-            "scale_ptr": flat[layout.scale_offset :].view(scale_dtype) if layout.scales else flat.view(scale_dtype),
+            "codes_ptr": stored,
+            "rope_ptr": ropes,
+            "scale_ptr": scales,
             "flag_ptr": flag,
             "latent_stride": latent.stride(0),
             "rope_in_stride": 0 if k_rope is None else k_rope.stride(0),
@@ -197,9 +197,9 @@ def plan(
             "KIND": KINDS[layout.dtype],
             "R": layout.kv_lora_rank,
             "D": layout.qk_rope_head_dim,
-            "CODE_STRIDE": layout.page_bytes // codes.itemsize,
-            "ROPE_STRIDE": layout.page_bytes // 2,
-            "SCALE_STRIDE": layout.page_bytes // scale_dtype.itemsize,
+            "CODE_STRIDE": code_stride,
+            "ROPE_STRIDE": rope_stride,
+            "SCALE_STRIDE": scale_stride,
             "LIMIT": 1.0 if layout.quantizer is None else layout.quantizer.limit,
             "HAS_NORM": norm_weight is not None,
             "ROTATES": cos is not None,

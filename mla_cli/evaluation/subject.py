@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from mla_cli.checkpoint.engine_scales import check_engine_scales
-from mla_cli.checkpoint.kv_cache import cache_plan
-from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.errors import UsageError
 from mla_cli.evaluation.scoring import Quantizers
 from mla_cli.kernels.quantized import LIMITS, normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
-from mla_cli.runtime.loading import computing_dtype, load_to_run
+from mla_cli.runtime.loading import computing_dtype, load_to_run, plan_to_run
 
 
 @dataclass(frozen=True)
@@ -83,10 +80,7 @@ def load_subject(
         weights: `float`, or `int8` for the projections.
     """
     check_kv_dtype(model, kv_dtype)
-    plan = cache_plan(model.source.config, model.spec, kv_dtype, latent_strength)
-    check_latent_strength(model, plan.strength)
-    if normalize_dtype(kv_dtype) != "bf16":
-        check_engine_scales(model)
+    plan = plan_to_run(model, kv_dtype, latent_strength)
     chosen = computing_dtype(model, dtype, device, weights)
     decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights)
     tokenizer = load_tokenizer(model.source.folder)

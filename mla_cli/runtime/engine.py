@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_cli.checkpoint.engine_scales import check_engine_scales
-from mla_cli.checkpoint.kv_cache import cache_plan
-from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
@@ -16,7 +13,7 @@ from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
 from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.int8_weights import weight_bytes
 from mla_cli.runtime.live_range import StaticRanges
-from mla_cli.runtime.loading import computing_dtype, load_to_run
+from mla_cli.runtime.loading import computing_dtype, load_to_run, plan_to_run
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,7 @@ def open_engine(
     if chat:
         tokenizer.check_chat()
     wanted = normalize_dtype(kv_dtype)
-    plan = cache_plan(model.source.config, model.spec, wanted, latent_strength)
-    check_latent_strength(model, plan.strength)
-    if wanted != "bf16":
-        check_engine_scales(model)
+    plan = plan_to_run(model, wanted, latent_strength)
     stored = model.stored_dtype
     chosen = computing_dtype(model, dtype, device, weights)
     decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mla_cli.checkpoint.latent_strength import narrowed_layer
+from mla_cli.checkpoint.engine_scales import check_engine_scales
+from mla_cli.checkpoint.kv_cache import CachePlan, cache_plan
+from mla_cli.checkpoint.latent_strength import check_latent_strength, narrowed_layer
 from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
+from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.runtime.int8_weights import with_int8_weights
 
@@ -25,6 +28,19 @@ def computing_dtype(
     # Asked of the machine, not measured: the same command must compute the same numbers under any load.
     has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return torch.bfloat16 if weights == "int8" and has_bfloat16() else torch.float32
+
+
+def plan_to_run(model: ModelSource, kv_dtype: str, latent_strength: float) -> CachePlan:
+    """How a checkpoint's latents are cached (see `cache_plan`), once it is sure that it can be run so.
+
+    Raises:
+        UsageError: an unknown type, or a part of latents that have no order. InputError: stored scales are not sound.
+    """
+    plan = cache_plan(model.source.config, model.spec, kv_dtype, latent_strength)
+    check_latent_strength(model, plan.strength)
+    if normalize_dtype(kv_dtype) != "bf16":
+        check_engine_scales(model)
+    return plan
 
 
 def load_to_run(
