@@ -10,15 +10,8 @@ from typing import Any
 
 import torch
 
-from mla_cli.calibration.choose import (
-    Candidate,
-    Chooser,
-    Plan,
-    bytes_per_token,
-    check_rotation,
-    choose_rotation,
-    choose_within,
-)
+from mla_cli.calibration.cache_sizes import CacheSizes, bytes_per_token
+from mla_cli.calibration.choose import Candidate, Chooser, Plan, check_rotation, choose_rotation, choose_within
 from mla_cli.calibration.choose_texts import choose_texts
 from mla_cli.calibration.clipping import Clip, choose_clip
 from mla_cli.calibration.fallback import Fallback, fall_back
@@ -87,6 +80,11 @@ def calibrate(checkpoint: str, out: Path | None, options: CalibrateOptions, devi
     for line in model.notes:
         note(line)
     _check(model, out, options)
+    positions = model.spec.max_position_embeddings
+    if options.seq_len > positions:
+        note(
+            f"--seq-len {options.seq_len}: the model has {positions:,} positions, so sequences have {positions:,} tokens"
+        )
     watched_in, measured_in = _dtypes(model, options, device)
     tokenizer = load_tokenizer(model.source.folder)
     texts = choose_texts(
@@ -98,9 +96,8 @@ def calibrate(checkpoint: str, out: Path | None, options: CalibrateOptions, devi
     weighed, compared = _parts(fitted, COMPARED if options.budget_bytes is None else COMPARED_IN_BUDGET)
     sensitivity = measure_sensitivity(model, weighed, compute=watched_in, device=device, seed=options.seed)
     chooser = Chooser(
-        model, sensitivity, HeldOut(model, compared, dtype=measured_in, device=device),
-        granularity=options.scales, rope_dtype=options.rope_dtype, folded=folded_rotation(model),
-    )  # fmt: skip
+        model, sensitivity, HeldOut(model, compared, dtype=measured_in, device=device), _sizes(model, options)
+    )
     plan, candidates = _plan(chooser, options)
     variant, sensitivity = plan.variant(model), chooser.sensitivity_with(plan)
 
@@ -148,6 +145,12 @@ def _check(model: ModelSource, out: Path | None, options: CalibrateOptions) -> N
         )
     check_rotation(folded_rotation(model), options.rotation)
     check_target(model, out, force=options.force)
+    if options.budget_bytes is not None:
+        _sizes(model, options).check(options.budget_bytes, options.kv_dtype)
+
+
+def _sizes(model: ModelSource, options: CalibrateOptions) -> CacheSizes:
+    return CacheSizes(model, options.scales, options.rope_dtype, folded_rotation(model))
 
 
 def _dtypes(model: ModelSource, options: CalibrateOptions, device: torch.device) -> tuple[torch.dtype, torch.dtype]:

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.cache_sizes import TYPES, CacheSizes, bytes_per_token
 from mla_cli.calibration.passes import HeldOut, HeldOutCost
 from mla_cli.calibration.rotate import rotation
 from mla_cli.calibration.rotate_model import NORM, norm_shares, turned_channels
 from mla_cli.calibration.sensitivity import Sensitivity
-from mla_cli.calibration.variants import Turns, Variant, make_variant, narrowed_spec, own_channels
-from mla_cli.checkpoint.kv_cache import Quantizers, Rotation
-from mla_cli.checkpoint.latent_strength import check_latent_strength, kept_channels
+from mla_cli.calibration.variants import Turns, Variant, make_variant, own_channels
+from mla_cli.checkpoint.kv_cache import Rotation
+from mla_cli.checkpoint.latent_strength import kept_channels
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.errors import UsageError
-from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, RopeDtype, group_of
-from mla_cli.model.cache import Cache
-from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
-
-TYPES: tuple[CacheDtype | None, ...] = (None, "int8", "fp8", "int4")  # None: bfloat16
+from mla_cli.kernels.quantized import CacheDtype, group_of
+from mla_cli.model.spec import LatentAttentionSpec
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Chooser:
     """Compares plans for a model by what they cost on text; ranges are each token's own in all of them.
 
     Args:
-        sensitivity: one a layer. folded: the rotation that the checkpoint's weights hold already.
-        text: sequences that plans are measured on.
+        sensitivity: one a layer. text: sequences that plans are measured on. sizes: what caches take.
     """
 
     def __init__(
@@ -65,14 +62,14 @@ class Chooser:
         model: ModelSource,
         sensitivity: Sequence[Sensitivity | None],
         text: HeldOut,
-        *,
-        granularity: Granularity,
-        rope_dtype: RopeDtype,
-        folded: Rotation = "none",
+        sizes: CacheSizes,
     ) -> None:
-        self.model, self.sensitivity, self.text, self.folded = model, sensitivity, text, folded
-        self.granularity: Granularity = granularity
-        self.rope_dtype: RopeDtype = rope_dtype
+        self.model, self.sensitivity, self.text, self.sizes = model, sensitivity, text, sizes
+
+    @property
+    def folded(self) -> Rotation:
+        """The rotation that the checkpoint's weights hold already."""
+        return self.sizes.folded
 
     def plan(self, dtype: CacheDtype | None, kind: Rotation, strength: float = 1.0) -> Plan:
         """A plan with its turns; a rotation that is in the weights already needs none."""
@@ -99,22 +96,12 @@ class Chooser:
 
     def measure(self, plans: Sequence[Plan], title: str = "comparing rotations") -> list[Candidate]:
         """What plans cost."""
-        variants = [plan.variant(self.model).cached(self.dynamic(plan.dtype)) for plan in plans]
+        variants = [plan.variant(self.model).cached(self.sizes.dynamic(plan.dtype)) for plan in plans]
         costs = self.text.costs(variants, title=title)
         return [
             Candidate(plan, bytes_per_token(self.model, variant.spec, variant.quantizers), cost)
             for plan, variant, cost in zip(plans, variants, costs, strict=True)
         ]
-
-    def dynamic(self, dtype: CacheDtype | None) -> Quantizers:
-        """Quantizers without calibrated ranges. (Static ones need ranges, so each token's own stand in for these.)"""
-        if dtype is None:
-            return (None,) * self.model.spec.num_layers
-        granularity: Granularity = "token" if self.granularity == "static" else self.granularity
-        quantizer = LatentQuantizer(dtype, granularity, rope_dtype=self.rope_dtype)
-        return tuple(
-            quantizer if isinstance(attention, LatentAttentionSpec) else None for attention in self.model.spec.attention
-        )
 
     def _attention(self, index: int) -> LatentAttentionSpec:
         attention = self.model.spec.attention[index]
@@ -192,20 +179,12 @@ def choose_within(
     Raises:
         UsageError: not even the smallest fits.
     """
-    model, plans = chooser.model, []
-    types = TYPES if dtype is None else (dtype,)
-    for kv_dtype in types:
-        strength = largest_strength(chooser, kv_dtype, budget)
+    chooser.sizes.check(budget, dtype)
+    plans = []
+    for kv_dtype in TYPES if dtype is None else (dtype,):
+        strength = chooser.sizes.largest_strength(kv_dtype, budget)
         if strength is not None:
             plans += [chooser.plan(kv_dtype, kind, strength) for kind in _kinds(chooser, kv_dtype, asked)]
-    if not plans:
-        smallest = min(_bytes_at(chooser, kv_dtype, strengths(chooser)[0]) for kv_dtype in types)
-        raise UsageError(
-            f"no cache of this model takes {budget:,} bytes a token or fewer over all {model.spec.num_layers} layers; "
-            f"the smallest takes {smallest:,}",
-            where=f"--budget-bytes {budget}",
-            fix=f"give at least {smallest}, or convert with a smaller latent and rotary key (`mla convert --ratio`)",
-        )
     found = chooser.measure(plans, "comparing caches")
     return least(found).plan, found
 
@@ -226,45 +205,3 @@ def least(found: Sequence[Candidate]) -> Candidate:
 def _cost(candidate: Candidate) -> HeldOutCost:
     assert candidate.cost is not None
     return candidate.cost
-
-
-def strengths(chooser: Chooser) -> list[float]:
-    """Shares of the latents that can be cached, ascending: one for each channel of the widest, or all alone."""
-    model = chooser.model
-    try:
-        check_latent_strength(model, 0.5)
-    except UsageError:  # the channels are in no order
-        return [1.0]
-    if chooser.folded != "none":
-        return [1.0]
-    widest = max(own_channels(a) for a in model.spec.attention if isinstance(a, LatentAttentionSpec))
-    return [channels / widest for channels in range(1, widest + 1)]
-
-
-def largest_strength(chooser: Chooser, dtype: CacheDtype | None, budget: int) -> float | None:
-    """The largest share of the latents that fits; None if none does."""
-    possible = strengths(chooser)
-    low, high = 0, len(possible)  # the first `low` fit, those from `high` on do not
-    while low < high:
-        middle = (low + high) // 2
-        fits = _bytes_at(chooser, dtype, possible[middle]) <= budget
-        low, high = (middle + 1, high) if fits else (low, middle)
-    return possible[low - 1] if low else None
-
-
-def _bytes_at(chooser: Chooser, dtype: CacheDtype | None, strength: float) -> int:
-    quantizers = chooser.dynamic(dtype)
-    if chooser.granularity == "static" and dtype is not None:
-        static = LatentQuantizer(dtype, "static", 1.0, chooser.rope_dtype)
-        quantizers = tuple(None if quantizer is None else static for quantizer in quantizers)
-    return bytes_per_token(chooser.model, narrowed_spec(chooser.model.spec, strength), quantizers)
-
-
-def bytes_per_token(model: ModelSource, spec: DecoderSpec, quantizers: Quantizers | None) -> int:
-    """From what a cache really allocates, in the type the weights are stored in."""
-    return Cache(spec, 1, 1, dtype=cache_dtype(model), quantizers=quantizers).bytes_per_token()
-
-
-def cache_dtype(model: ModelSource) -> torch.dtype:
-    """The type of what is not quantised in a cache: as the weights are stored, no wider than float32."""
-    return torch.float32 if model.stored_dtype == torch.float64 else model.stored_dtype

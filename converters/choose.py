@@ -41,7 +41,7 @@ def _worth_trying(model: ModelSource, options: ConvertOptions) -> list[Conversio
 
 
 def _plans_of(model: ModelSource, options: ConvertOptions) -> list[ConversionPlan]:
-    form, reason = choose_form(model.spec, options.format)
+    form, reason = choose_form(model.spec, options.format, options.qk_rope_head_dim)
     try:
         return _plans(model, options, form, reason)
     except UsageError as refusal:

@@ -80,13 +80,20 @@ def standard_layers(spec: DecoderSpec) -> tuple[StandardAttentionSpec, ...]:
     return layers
 
 
-def choose_form(spec: DecoderSpec, wanted: Literal["auto", "deepseek", "native"]) -> tuple[Form, str]:
+def choose_form(
+    spec: DecoderSpec, wanted: Literal["auto", "deepseek", "native"], qk_rope_head_dim: int | None = None
+) -> tuple[Form, str]:
     """The output form and the reason for it.
+
+    Args:
+        qk_rope_head_dim: width of the rotary key; None: not chosen yet, then never 0 in the stock form.
 
     Raises:
         UsageError: the stock form was asked for and cannot say what the source does.
     """
     obstacle = why_not_stock(spec)
+    if obstacle is None and qk_rope_head_dim == 0:
+        obstacle = "attention without a rotary key (--qk-rope-head-dim 0)"
     if wanted == "native":
         return "native", "asked for"
     if wanted == "deepseek":

@@ -151,6 +151,11 @@ def test_other_scales_leave_room_for_more_channels(pristine_native: Path, tmp_pa
     assert read(tmp_path / "out" / "config.json")[KEY]["granularity"] == scales
 
 
+def test_too_few_bytes_are_refused_before_any_text_is_read(pristine_native: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the smallest takes"):
+        within(pristine_native, tmp_path / "out", 1, calib=str(tmp_path / "missing.txt"))
+
+
 def test_layers_of_different_ranks_share_a_budget(tmp_path: Path) -> None:
     source = converted(tmp_path, num_hidden_layers=3, rank=16)
     ranks = [layer["kv_lora_rank"] for layer in read(source / "config.json")["mla"]["layers"]]

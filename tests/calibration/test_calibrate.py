@@ -324,6 +324,13 @@ def test_fewer_sequences_than_asked_are_counted(checkpoint: Path, capsys: pytest
     assert "7 calibration sequences instead of 512" in capsys.readouterr().err
 
 
+def test_sequences_longer_than_the_model_can_hold_are_said_to_be_cut(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrate(str(checkpoint), None, options(checkpoint, samples=4, seq_len=1000), CPU)
+    assert "the model has 256 positions" in capsys.readouterr().err
+
+
 def test_one_line_many_times_is_no_trouble(checkpoint: Path) -> None:
     (checkpoint.parent / "text.txt").write_text("the same words again and again\n" * 512)
     report = calibrate(str(checkpoint), None, options(checkpoint), CPU)

@@ -14,11 +14,12 @@ from mla_cli.calibration.layerwise import Batches
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import convert as conversion
 from mla_cli.converters.convert import convert
+from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.held_out import measure
 from mla_cli.converters.options import ConvertOptions
 from mla_cli.converters.rotary_split import split_rotary
 from mla_cli.converters.statistics import source_statistics
-from mla_cli.errors import MlaError
+from mla_cli.errors import MlaError, UsageError
 from mla_cli.model.attention import StandardAttention
 from mla_cli.model.latent_weights import LatentWeights
 from tests.model.test_parity import DYNAMIC
@@ -109,3 +110,14 @@ def test_a_rank_or_width_that_the_stock_form_cannot_have_is_written_natively(tmp
         _, report = run(tmp_path, force=True, ratio=None, **shape)
         assert report["format"] == "native"
         assert "stock" in report["format_reason"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_attention_without_a_rotary_key_is_written_natively_and_opens(tmp_path: Path, family: str) -> None:
+    save_tiny(tmp_path / "source", family)
+    out, report = run(tmp_path, qk_rope_head_dim=0, heal=HealOptions(mode="none"))
+    assert report["format"] == "native"
+    assert "without a rotary key" in report["format_reason"]
+    assert torch.isfinite(load_decoder(open_model(str(out)))(random_tokens(1, 9))).all()
+    with pytest.raises(UsageError, match="cannot express attention without a rotary key"):
+        run(tmp_path, qk_rope_head_dim=0, format="deepseek", force=True)
