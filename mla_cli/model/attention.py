@@ -183,10 +183,10 @@ class LatentAttention(nn.Module):
         before = None if step.fresh else cache.read_at(self.layer, chunks.before, latent.dtype)  # [B, r]
         return gate_latents(self.latent_gate, latent, chunks, before, partial(cache.as_stored, self.layer))
 
-    def _up(self) -> tuple[Tensor, Tensor]:
+    def _up(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # W_UK [H, nope, r] and W_UV [H, v, r]
         s = self.spec
-        up = self.kv_b_proj.weight.view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
+        up = self.kv_b_proj.weight.to(dtype).view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
         return up.split((s.qk_nope_head_dim, s.v_head_dim), dim=1)  # type: ignore[no-any-return]
 
     def _rebuilt(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, step: Step) -> Tensor:
@@ -201,7 +201,7 @@ class LatentAttention(nn.Module):
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor | None, step: Step
     ) -> Tensor:
         s = self.spec
-        w_uk, w_uv = self._up()
+        w_uk, w_uv = self._up(q_nope.dtype)
         q_latent = torch.einsum("bthn,hnr->bthr", q_nope, w_uk)  # [B, T, H, r]
         if step.backend == "reference":
             seen = reference.visible_keys(step.positions, latent.shape[1], s.window) if visible is None else visible

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+
+FAST_LOGITS = 16  # rows: from there on a library's matrix product is as fast
 
 
 class MLP(nn.Module):
@@ -88,13 +91,33 @@ def _table(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
 
 
+class FastStep(Protocol):
+    """Another way to compute steps of one token a sequence, and few rows of logits."""
+
+    def takes(self, cache: Cache) -> bool:
+        """Whether it can read and write this cache."""
+
+    def __call__(self, decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
+        """As `Decoder.forward` of `[B, 1]` tokens that all count."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.logits` of `[M, D]`, in float32."""
+
+
 class Decoder(nn.Module):
-    """A whole decoder. `forward` gives normed hidden states, `logits` the vocabulary scores of those one wants."""
+    """A whole decoder. `forward` gives normed hidden states, `logits` the vocabulary scores of those one wants.
+
+    Attributes:
+        backend: see `Step`. fast_step: computes steps of one token; None: they are computed as all others.
+        computes_in: the type of activations; None: that of the embedding. (Weights may be kept narrower.)
+    """
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.spec = spec
         self.backend = "torch"
+        self.fast_step: FastStep | None = None
+        self.computes_in: torch.dtype | None = None
         self.embed_tokens = _table(spec.vocab_size, spec.hidden_size)
         if spec.learned_positions:
             self.embed_positions = _table(spec.max_position_embeddings, spec.hidden_size)
@@ -106,7 +129,7 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Data type the decoder computes in."""
-        return self.embed_tokens.weight.dtype
+        return self.computes_in or self.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -127,6 +150,9 @@ class Decoder(nn.Module):
         Raises:
             InputError: a token id or a position is outside the model's tables.
         """
+        fast = self.fast_step
+        if fast is not None and cache is not None and lengths is None and tokens.shape[1] == 1 and fast.takes(cache):
+            return fast(self, tokens, cache)
         step = begin_step(self.spec, tokens.shape, self.device, cache, lengths, self.backend)
         x = self.embed(tokens, step.positions)  # [B, T, D]
         for layer in self.layers:
@@ -138,22 +164,25 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """`[B, T]` ids (and positions) to `[B, T, D]`."""
         check_tokens(tokens, self.spec.vocab_size)
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens).to(self.dtype)
         if self.spec.learned_positions:
             # Padding may stand past the table; its rows are meaningless anyway.
-            x = x + self.embed_positions(positions.clamp(max=self.spec.max_position_embeddings - 1))
+            x = x + self.embed_positions(positions.clamp(max=self.spec.max_position_embeddings - 1)).to(self.dtype)
         return x  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` hidden states to `[..., V]` scores."""
+        if self.fast_step is not None and hidden.dim() == 2 and len(hidden) <= FAST_LOGITS:
+            return self.fast_step.logits(hidden)
         weight = self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
-        return F.linear(hidden, weight)
+        return F.linear(hidden, weight.to(hidden.dtype))
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """A decoder that shares embedding, norm and head with this one, described as its layers are."""
         other = copy.copy(self)
         other._modules = dict(self._modules)
         other.layers = nn.ModuleList(layers)
+        other.fast_step = None
         other.spec = self.spec.with_attention(tuple(layer.self_attn.spec for layer in layers))
         return other
 

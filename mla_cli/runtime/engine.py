@@ -8,12 +8,13 @@ import torch
 
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.kernels.quantized import normalize_dtype
+from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
 from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
 from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.int8_weights import weight_bytes
 from mla_cli.runtime.live_range import StaticRanges
-from mla_cli.runtime.loading import computing_dtype, load_to_run, plan_to_run
+from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,12 @@ def open_engine(
     plan = plan_to_run(model, wanted, latent_strength)
     stored = model.stored_dtype
     chosen = computing_dtype(model, dtype, device, weights)
-    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights)
+    decoder = load_to_run(
+        model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights,
+        keep_bfloat16=device.type == "cpu" and backend != "reference",
+    )  # fmt: skip
     decoder.backend = "reference" if backend == "reference" else "torch"
+    slow = None if backend == "reference" or device.type != "cpu" else add_fast_step(decoder)
     generator = Generator(
         decoder,
         tokenizer,
@@ -77,7 +82,9 @@ def open_engine(
         max_context=max_context,
         logprobs=logprobs,
     )
-    notes = [*model.notes, _how(device, chosen, stored, decoder.backend)]
+    notes = [*model.notes, _how(device, chosen, stored, decoder)]
+    if slow is not None:
+        notes.append(f"without the compiled CPU kernels, which are several times faster: {slow}")
     if weights == "int8":
         notes.append(f"projections in int8: {weight_bytes(decoder) / 2**20:,.0f} MiB of weights in memory")
     if plan.strength < 1:
@@ -91,8 +98,10 @@ def open_engine(
     return Engine(model, tokenizer, generator, tuple(notes))
 
 
-def _how(device: torch.device, dtype: torch.dtype, stored: torch.dtype, backend: str) -> str:
-    kernels = "float64 reference attention" if backend == "reference" else "PyTorch attention"
+def _how(device: torch.device, dtype: torch.dtype, stored: torch.dtype, decoder: Decoder) -> str:
+    kernels = "PyTorch attention" if decoder.fast_step is None else "compiled CPU kernels"
+    if decoder.backend == "reference":
+        kernels = "float64 reference attention"
     widened = f" (stored as {_name(stored)})" if dtype != stored else ""
     return f"running on {device} in {_name(dtype)}{widened}, {kernels}"
 

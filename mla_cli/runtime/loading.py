@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from mla_cli.checkpoint.cache_dir import cache_dir
 from mla_cli.checkpoint.engine_scales import check_engine_scales
 from mla_cli.checkpoint.kv_cache import CachePlan, cache_plan
 from mla_cli.checkpoint.latent_strength import check_latent_strength, narrowed_layer
 from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
+from mla_cli.console import note
+from mla_cli.kernels.cpu.build import load_library
 from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.model.decoder import Decoder
+from mla_cli.model.kept_linear import keep_linears, keep_tables
+from mla_cli.runtime.cpu_step import CpuStep, why_not
 from mla_cli.runtime.int8_weights import with_int8_weights
 
 
@@ -50,16 +55,36 @@ def load_to_run(
     device: torch.device | str = "cpu",
     latent_strength: float = 1.0,
     weights: str = "float",
+    keep_bfloat16: bool = False,
 ) -> Decoder:
     """The whole decoder, each layer made ready before the next one is read: one layer at most is in memory twice.
 
     Args:
         latent_strength: share of each latent's channels, the first ones, that are cached and used.
         weights: `float` (in `dtype`) or `int8` (of the projections).
+        keep_bfloat16: keep matrices in bfloat16 that lose nothing by it, whatever `dtype` is computed in.
     """
     frame = load_frame(model, dtype=dtype, device=device)
     layers = []
     for index in range(model.spec.num_layers):
         layer = narrowed_layer(load_layer(model, index, dtype=dtype, device=device), latent_strength)
-        layers.append(with_int8_weights(layer) if weights == "int8" else layer)
-    return frame.with_layers(layers)
+        layer = with_int8_weights(layer) if weights == "int8" else layer
+        layers.append(layer)
+        if keep_bfloat16:
+            keep_linears(layer)
+    decoder = frame.with_layers(layers)
+    if keep_bfloat16:
+        keep_tables(decoder)
+    return decoder
+
+
+def add_fast_step(decoder: Decoder) -> str | None:
+    """Have the compiled CPU kernels compute steps of one token; why not, if they cannot."""
+    obstacle = why_not(decoder)
+    if obstacle is not None:
+        return obstacle
+    library = load_library(cache_dir() / "kernels", note)
+    if isinstance(library, str):
+        return library
+    decoder.fast_step = CpuStep(decoder, library)
+    return None

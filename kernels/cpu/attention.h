@@ -1,0 +1,167 @@
+// Attention of one new token a sequence over a cache that is read once, whatever the number of heads: heads are query rows.
+// Sixteen tokens at a time are widened and turned, so that a score is a lane and nothing is summed across lanes.
+#pragma once
+#include <cmath>
+
+#include "layout.h"
+#include "simd.h"
+
+namespace mla {
+
+constexpr int TOKENS = LANES;
+
+inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// What one task of attention works with.
+struct Tile {
+  float* natural;  // [TOKENS, padded(width)] values as they lie
+  float* turned;   // [padded(kd), TOKENS]
+  float* weights;  // [H, TOKENS]
+};
+
+template <class T>
+inline void widen(const T* from, int64_t stride, int tokens, int width, float* to) {
+  int64_t wide = padded(width);
+  for (int t = 0; t < tokens; t++) {
+    int c = 0;
+    for (; c + LANES <= width; c += LANES) store(to + t * wide + c, load(from + t * stride + c));
+    if (c < width) store(to + t * wide + c, load_first(from + t * stride + c, width - c));
+  }
+  if (tokens < TOKENS) memset(to + tokens * wide, 0, (TOKENS - tokens) * wide * sizeof(float));
+}
+
+inline void widen(const Store& s, int64_t first, int64_t offset, int64_t stride, int tokens, int width, float* to) {
+  int64_t at = first * stride + offset;
+  switch (s.type) {
+    case F32:
+      return widen((const float*)s.data + at, stride, tokens, width, to);
+    case BF16:
+      return widen((const bf16*)s.data + at, stride, tokens, width, to);
+    case INT8:
+      return widen((const int8_t*)s.data + at, stride, tokens, width, to);
+    case FP8:
+      return widen((const fp8*)s.data + at, stride, tokens, width, to);
+  }
+}
+
+inline void turn(const float* natural, int width, float* turned) {
+  int64_t wide = padded(width);
+  for (int64_t c = 0; c < wide; c += LANES) {
+    vf block[LANES];
+    for (int t = 0; t < TOKENS; t++) block[t] = load(natural + t * wide + c);
+    transpose(block);
+    for (int i = 0; i < LANES; i++) store(turned + (c + i) * TOKENS, block[i]);
+  }
+}
+
+// acc[h] += q[h, c] * key[c] over channels.
+template <int N>
+inline void score(const float* q, int64_t ldq, const float* turned, int width, vf* acc) {
+  for (int c = 0; c < width; c++) {
+    vf key = load(turned + c * TOKENS);
+    for (int h = 0; h < N; h++) acc[h] += q[h * ldq + c] * key;
+  }
+}
+
+// out[h] += sum over tokens of weight[h, t] * value[t].
+template <int N, int V>
+inline void weigh_block(const float* weights, const float* values, int64_t wide, int tokens, float* out, int64_t ldo) {
+  vf acc[N][V];
+  for (int h = 0; h < N; h++)
+    for (int v = 0; v < V; v++) acc[h][v] = load(out + h * ldo + v * LANES);
+  for (int t = 0; t < tokens; t++) {
+    vf value[V];
+    for (int v = 0; v < V; v++) value[v] = load(values + t * wide + v * LANES);
+    for (int h = 0; h < N; h++)
+      for (int v = 0; v < V; v++) acc[h][v] += weights[h * TOKENS + t] * value[v];
+  }
+  for (int h = 0; h < N; h++)
+    for (int v = 0; v < V; v++) store(out + h * ldo + v * LANES, acc[h][v]);
+}
+
+template <int N>
+inline void weigh(const float* weights, const float* values, int64_t wide, int tokens, float* out, int64_t ldo) {
+  int64_t c = 0;
+  for (; c + 4 * LANES <= wide; c += 4 * LANES) weigh_block<N, 4>(weights, values + c, wide, tokens, out + c, ldo);
+  for (; c < wide; c += LANES) weigh_block<N, 1>(weights, values + c, wide, tokens, out + c, ldo);
+}
+
+struct Keys {  // what the heads of one task attend to
+  const Store* first;
+  const Store* second;
+  int64_t row;     // sequence
+  int64_t offset;  // of the group's numbers in a token's
+  int first_width, second_width;  // latent and rotary key; key and value
+  bool latent;
+};
+
+// Unnormalised output out [H, padded(v)] of tokens [begin, end), its largest scores `top` [H] and its sums `mass` [H].
+// q [H, ldq] holds scaled queries: for a latent [padded(r) | padded(rope)], else [padded(d)].
+inline void attend(const Keys& keys, const float* q, int64_t ldq, int heads, int64_t begin, int64_t end, float softcap,
+                   const Tile& tile, float* out, float* top, float* mass) {
+  const Store &a = *keys.first, &b = *keys.second;
+  int64_t wide_a = padded(keys.first_width), wide_b = padded(keys.second_width);
+  int64_t wide_out = keys.latent ? wide_a : wide_b;
+  float* second = tile.natural + TOKENS * wide_a;
+  memset(out, 0, heads * wide_out * sizeof(float));
+  for (int h = 0; h < heads; h++) top[h] = -INFINITY, mass[h] = 0;
+  for (int64_t s = begin; s < end; s += TOKENS) {
+    int tokens = (int)(end - s < TOKENS ? end - s : TOKENS);
+    int64_t at = keys.row * a.room + s;
+    widen(a, at, keys.offset, a.width, tokens, keys.first_width, tile.natural);
+    widen(b, keys.row * b.room + s, keys.offset, b.width, tokens, keys.second_width, second);
+    turn(tile.natural, keys.first_width, tile.turned);
+    if (keys.latent) turn(second, keys.second_width, tile.turned + wide_a * TOKENS);
+    vf scales_a = all(1.0f), scales_b = all(1.0f);
+    if (a.scales) scales_a = load_first(a.scales + at, tokens);
+    if (b.scales) scales_b = load_first(b.scales + keys.row * b.room + s, tokens);
+    vf places;
+    for (int i = 0; i < LANES; i++) places[i] = (float)i;
+    auto some = [&](auto count, int h0) {
+      constexpr int N = decltype(count)::value;
+      vf acc[N] = {};
+      score<N>(q + h0 * ldq, ldq, tile.turned, keys.first_width, acc);
+      if (a.scales)
+        for (int h = 0; h < N; h++) acc[h] *= scales_a;
+      if (keys.latent) {
+        if (b.scales) {
+          vf more[N] = {};
+          score<N>(q + h0 * ldq + wide_a, ldq, tile.turned + wide_a * TOKENS, keys.second_width, more);
+          for (int h = 0; h < N; h++) acc[h] += more[h] * scales_b;
+        } else {
+          score<N>(q + h0 * ldq + wide_a, ldq, tile.turned + wide_a * TOKENS, keys.second_width, acc);
+        }
+      }
+      for (int h = 0; h < N; h++) {
+        vf x = acc[h];
+        if (softcap != 0)
+          for (int i = 0; i < LANES; i++) x[i] = softcap * std::tanh(x[i] / softcap);
+        x = places < (float)tokens ? x : all(-INFINITY);
+        float most = std::fmax(top[h0 + h], largest(x));
+        if (!(most > -INFINITY)) most = 0;  // scores of -inf alone
+        float shrink = std::exp(top[h0 + h] - most);
+        vf p = exponential(x - most);
+        mass[h0 + h] = mass[h0 + h] * shrink + sum(p);
+        if (shrink != 1.0f)
+          for (int64_t c = 0; c < wide_out; c += LANES) {
+            float* o = out + (h0 + h) * wide_out + c;
+            store(o, load(o) * shrink);
+          }
+        top[h0 + h] = most;
+        store(tile.weights + (h0 + h) * TOKENS, keys.latent ? (a.scales ? p * scales_a : p) : p);
+      }
+    };
+    int h = 0;
+    for (; h + 9 <= heads; h += 9) some(std::integral_constant<int, 9>{}, h);
+    for (; h + 4 <= heads; h += 4) some(std::integral_constant<int, 4>{}, h);
+    for (; h + 2 <= heads; h += 2) some(std::integral_constant<int, 2>{}, h);
+    for (; h < heads; h++) some(std::integral_constant<int, 1>{}, h);
+    const float* values = keys.latent ? tile.natural : second;
+    h = 0;
+    for (; h + 3 <= heads; h += 3)
+      weigh<3>(tile.weights + h * TOKENS, values, wide_out, tokens, out + h * wide_out, wide_out);
+    for (; h < heads; h++) weigh<1>(tile.weights + h * TOKENS, values, wide_out, tokens, out + h * wide_out, wide_out);
+  }
+}
+
+}  // namespace mla

@@ -1,0 +1,145 @@
+// Sixteen lanes at a time, in the vector types of GCC and Clang, so that one text serves every CPU they compile for.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace mla {
+
+constexpr int LANES = 16;
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef uint8_t vo __attribute__((vector_size(16)));
+typedef int8_t vb __attribute__((vector_size(16)));
+typedef float vf8 __attribute__((vector_size(32)));
+typedef float vf4 __attribute__((vector_size(16)));
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp8 {  // E4M3 without infinities
+  uint8_t bits;
+};
+
+inline vf load(const float* p) {
+  vf v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline vf load(const bf16* p) {
+  vh h;
+  memcpy(&h, p, sizeof h);
+  return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+inline vf load(const int8_t* p) {
+  vb b;
+  memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+}
+inline vf load(const fp8* p) {
+  vo o;
+  memcpy(&o, p, sizeof o);
+  vu u = __builtin_convertvector(o, vu);
+  // Exponent and mantissa where float32 has them; 2^120 makes up for the other bias, exactly.
+  return (vf)(((u & 0x80) << 24) | ((u & 0x7f) << 20)) * 0x1p120f;
+}
+inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+// The first n < 16 numbers, zeros behind: nothing past them is read.
+template <class T>
+inline vf load_first(const T* p, int n) {
+  T held[LANES] = {};
+  memcpy(held, p, n * sizeof(T));
+  return load(held);
+}
+inline void store_first(float* p, vf v, int n) { memcpy(p, &v, n * sizeof(float)); }
+
+inline float sum(vf v) {
+  vf8 h[2];
+  memcpy(h, &v, sizeof h);
+  vf8 a = h[0] + h[1];
+  vf4 q[2];
+  memcpy(q, &a, sizeof q);
+  vf4 b = q[0] + q[1];
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+inline vf maximum(vf a, vf b) { return a > b ? a : b; }
+inline float largest(vf v) {
+  vf8 h[2];
+  memcpy(h, &v, sizeof h);
+  vf8 a = h[0] > h[1] ? h[0] : h[1];
+  vf4 q[2];
+  memcpy(q, &a, sizeof q);
+  vf4 b = q[0] > q[1] ? q[0] : q[1];
+  float x = b[0] > b[1] ? b[0] : b[1], y = b[2] > b[3] ? b[2] : b[3];
+  return x > y ? x : y;
+}
+inline vf all(float x) { return vf{} + x; }
+
+// To the nearest whole number, half to even, for |v| < 2^22.
+inline vf round_even(vf v) {
+  vf magic = all(12582912.0f);
+  return (v + magic) - magic;
+}
+
+// e^x to about two units in the last place; 0 below -87. NaN stays one.
+inline vf exponential(vf x) {
+  vf low = all(-87.0f);
+  vf held = maximum(x, low);
+  vf n = round_even(held * 1.44269504f);
+  vf f = held - n * 0.693359375f;
+  f = f + n * 2.12194440e-4f;
+  vf p = all(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+  vf found = p * (vf)exponent;
+  found = x < low ? vf{} : found;
+  return x == x ? found : x;
+}
+
+inline bf16 narrow(float x) {  // round half to even; NaN stays one
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return {(uint16_t)((u >> 16) | 0x40)};
+  return {(uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+}
+inline fp8 to_fp8(float x) {  // |x| <= 448, round half to even
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  uint8_t sign = (u >> 24) & 0x80;
+  u &= 0x7fffffff;
+  float size;
+  memcpy(&size, &u, 4);
+  if (size < 0x1p-6f) return {(uint8_t)(sign | (uint8_t)__builtin_nearbyintf(size * 512.0f))};
+  u += 0x7ffff + ((u >> 20) & 1);
+  return {(uint8_t)(sign | (uint8_t)((u >> 20) - (120 << 3)))};
+}
+
+#define MLA_LANES_4(f, s, b) f(b, s), f(b + 1, s), f(b + 2, s), f(b + 3, s)
+#define MLA_LANES(f, s) MLA_LANES_4(f, s, 0), MLA_LANES_4(f, s, 4), MLA_LANES_4(f, s, 8), MLA_LANES_4(f, s, 12)
+#define MLA_UPPER(j, s) (((j) & (s)) ? 16 + (j) - (s) : (j))
+#define MLA_LOWER(j, s) (((j) & (s)) ? 16 + (j) : (j) + (s))
+template <int S>
+inline void exchange(vf* r) {
+  for (int i = 0; i < LANES; i++)
+    if (!(i & S)) {
+      vf a = r[i], b = r[i + S];
+      r[i] = __builtin_shufflevector(a, b, MLA_LANES(MLA_UPPER, S));
+      r[i + S] = __builtin_shufflevector(a, b, MLA_LANES(MLA_LOWER, S));
+    }
+}
+// Rows become columns: 16 x 16.
+inline void transpose(vf* r) {
+  exchange<8>(r);
+  exchange<4>(r);
+  exchange<2>(r);
+  exchange<1>(r);
+}
+
+}  // namespace mla
