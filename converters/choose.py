@@ -82,11 +82,11 @@ def choose_plan(
             objective=options.objective, mixing=options.mixing, ranks=ranks_of(plan, options), seed=options.seed,
         )  # fmt: skip
         loss = loss_of(bank, rough.narrow, probe, batches)
-        shape = plan.layers[0]
-        note(
-            f"ratio {plan.ratio:.3g}, rotary key of {shape.qk_rope_head_dim} beside a latent of {shape.kv_lora_rank}: "
-            f"KL {loss.kl:.4f}"
+        rope, rank = (  # on average: layers may have frequencies of their own
+            sum(getattr(layer, name) for layer in plan.layers) / len(plan.layers)
+            for name in ("qk_rope_head_dim", "kv_lora_rank")
         )
+        note(f"ratio {plan.ratio:.3g}, rotary key of {rope:.4g} beside a latent of {rank:.4g}: KL {loss.kl:.4f}")
         if plan.asked_ratio not in best or loss.kl < best[plan.asked_ratio][0].kl:
             best[plan.asked_ratio] = loss, plan
     chosen = next(iter(best))

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from mla_cli import __version__, console
+from mla_cli.commands.bench import bench
 from mla_cli.commands.calibrate import calibrate
 from mla_cli.commands.convert import convert
 from mla_cli.commands.eval import command as evaluate
@@ -56,6 +57,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("calibrate", calibrate, "--samples or --seq-len"),
     Command("generate", generate, "--max-batch, --max-context or --kv-dtype int8"),
     Command("eval", evaluate, "--batch-size or --limit"),
+    Command("bench", bench, "--batch or --context"),
     Command("inspect", inspect),
 )
 

@@ -25,7 +25,7 @@ ORDER = (
     ("model",),
     ("checkpoint",),
     ("calibration", "converters", "runtime"),
-    ("evaluation",),
+    ("evaluation", "benchmark"),
     ("commands",),
     ("app",),
     ("__main__",),

@@ -17,6 +17,8 @@ struct Tile {
   float* natural;  // [TOKENS, padded(width)] values as they lie
   float* turned;   // [padded(kd), TOKENS]
   float* weights;  // [H, TOKENS]
+  float* mass;     // [H, TOKENS]
+  float* queries;  // [ldq, H]
 };
 
 template <class T>
@@ -26,6 +28,8 @@ inline void widen(const T* from, int64_t stride, int tokens, int width, float* t
     int c = 0;
     for (; c + LANES <= width; c += LANES) store(to + t * wide + c, load(from + t * stride + c));
     if (c < width) store(to + t * wide + c, load_first(from + t * stride + c, width - c));
+    const char* next = (const char*)(from + (t + TOKENS) * stride);
+    for (size_t at = 0; at < width * sizeof(T); at += 64) __builtin_prefetch(next + at);
   }
   if (tokens < TOKENS) memset(to + tokens * wide, 0, (TOKENS - tokens) * wide * sizeof(float));
 }
@@ -54,12 +58,12 @@ inline void turn(const float* natural, int width, float* turned) {
   }
 }
 
-// acc[h] += q[h, c] * key[c] over channels.
+// acc[h] += q[c, h] * key[c] over channels.
 template <int N>
-inline void score(const float* q, int64_t ldq, const float* turned, int width, vf* acc) {
+inline void score(const float* q, int64_t heads, const float* turned, int width, vf* acc) {
   for (int c = 0; c < width; c++) {
     vf key = load(turned + c * TOKENS);
-    for (int h = 0; h < N; h++) acc[h] += q[h * ldq + c] * key;
+    for (int h = 0; h < N; h++) acc[h] += q[c * heads + h] * key;
   }
 }
 
@@ -95,8 +99,34 @@ struct Keys {  // what the heads of one task attend to
   bool latent;
 };
 
+// What the scores x of sixteen tokens weigh for a head, by its largest so far; what it has summed shrinks where that grows.
+// sums [TOKENS] and out [width]; only the tokens of `seen` count.
+inline vf weights_of(vf x, vi seen, float& top, float* sums, float* out, int64_t width) {
+  x = seen ? x : all(-INFINITY);
+  float most = largest(x);
+  if (most > top) {
+    float shrink = std::exp(top - most);
+    top = most;
+    store(sums, load(sums) * shrink);
+    for (int64_t c = 0; c < width; c += LANES) store(out + c, load(out + c) * shrink);
+  }
+  vf p = exponential(x - (top > -INFINITY ? top : 0.0f));  // -inf: no score is any larger
+  store(sums, load(sums) + p);
+  return p;
+}
+
+// work(N, first) for all heads, in blocks of what the registers hold.
+template <class Work>
+inline void in_blocks(int heads, Work work) {
+  int h = 0;
+  for (; h + 9 <= heads; h += 9) work(std::integral_constant<int, 9>{}, h);
+  for (; h + 4 <= heads; h += 4) work(std::integral_constant<int, 4>{}, h);
+  for (; h + 2 <= heads; h += 2) work(std::integral_constant<int, 2>{}, h);
+  for (; h < heads; h++) work(std::integral_constant<int, 1>{}, h);
+}
+
 // Unnormalised output out [H, padded(v)] of tokens [begin, end), its largest scores `top` [H] and its sums `mass` [H].
-// q [H, ldq] holds scaled queries: for a latent [padded(r) | padded(rope)], else [padded(d)].
+// q [H, ldq] holds scaled queries: for a latent [padded(r) | padded(rope)], else [padded(d)]. What pads them is never read.
 inline void attend(const Keys& keys, const float* q, int64_t ldq, int heads, int64_t begin, int64_t end, float softcap,
                    const Tile& tile, float* out, float* top, float* mass) {
   const Store &a = *keys.first, &b = *keys.second;
@@ -104,7 +134,13 @@ inline void attend(const Keys& keys, const float* q, int64_t ldq, int heads, int
   int64_t wide_out = keys.latent ? wide_a : wide_b;
   float* second = tile.natural + TOKENS * wide_a;
   memset(out, 0, heads * wide_out * sizeof(float));
-  for (int h = 0; h < heads; h++) top[h] = -INFINITY, mass[h] = 0;
+  for (int h = 0; h < heads; h++) {
+    top[h] = -INFINITY;
+    store(tile.mass + h * TOKENS, vf{});
+    for (int64_t c = 0; c < ldq; c++) tile.queries[c * heads + h] = q[h * ldq + c];
+  }
+  vf places;
+  for (int i = 0; i < LANES; i++) places[i] = (float)i;
   for (int64_t s = begin; s < end; s += TOKENS) {
     int tokens = (int)(end - s < TOKENS ? end - s : TOKENS);
     int64_t at = keys.row * a.room + s;
@@ -115,53 +151,39 @@ inline void attend(const Keys& keys, const float* q, int64_t ldq, int heads, int
     vf scales_a = all(1.0f), scales_b = all(1.0f);
     if (a.scales) scales_a = load_first(a.scales + at, tokens);
     if (b.scales) scales_b = load_first(b.scales + keys.row * b.room + s, tokens);
-    vf places;
-    for (int i = 0; i < LANES; i++) places[i] = (float)i;
     auto some = [&](auto count, int h0) {
       constexpr int N = decltype(count)::value;
       vf acc[N] = {};
-      score<N>(q + h0 * ldq, ldq, tile.turned, keys.first_width, acc);
+      const float* mine = tile.queries + h0;
+      score<N>(mine, heads, tile.turned, keys.first_width, acc);
       if (a.scales)
         for (int h = 0; h < N; h++) acc[h] *= scales_a;
       if (keys.latent) {
         if (b.scales) {
           vf more[N] = {};
-          score<N>(q + h0 * ldq + wide_a, ldq, tile.turned + wide_a * TOKENS, keys.second_width, more);
+          score<N>(mine + wide_a * heads, heads, tile.turned + wide_a * TOKENS, keys.second_width, more);
           for (int h = 0; h < N; h++) acc[h] += more[h] * scales_b;
         } else {
-          score<N>(q + h0 * ldq + wide_a, ldq, tile.turned + wide_a * TOKENS, keys.second_width, acc);
+          score<N>(mine + wide_a * heads, heads, tile.turned + wide_a * TOKENS, keys.second_width, acc);
         }
       }
       for (int h = 0; h < N; h++) {
         vf x = acc[h];
         if (softcap != 0)
           for (int i = 0; i < LANES; i++) x[i] = softcap * std::tanh(x[i] / softcap);
-        x = places < (float)tokens ? x : all(-INFINITY);
-        float most = std::fmax(top[h0 + h], largest(x));
-        if (!(most > -INFINITY)) most = 0;  // scores of -inf alone
-        float shrink = std::exp(top[h0 + h] - most);
-        vf p = exponential(x - most);
-        mass[h0 + h] = mass[h0 + h] * shrink + sum(p);
-        if (shrink != 1.0f)
-          for (int64_t c = 0; c < wide_out; c += LANES) {
-            float* o = out + (h0 + h) * wide_out + c;
-            store(o, load(o) * shrink);
-          }
-        top[h0 + h] = most;
+        vf p = weights_of(x, places < (float)tokens, top[h0 + h], tile.mass + (h0 + h) * TOKENS,
+                          out + (h0 + h) * wide_out, wide_out);
         store(tile.weights + (h0 + h) * TOKENS, keys.latent ? (a.scales ? p * scales_a : p) : p);
       }
     };
-    int h = 0;
-    for (; h + 9 <= heads; h += 9) some(std::integral_constant<int, 9>{}, h);
-    for (; h + 4 <= heads; h += 4) some(std::integral_constant<int, 4>{}, h);
-    for (; h + 2 <= heads; h += 2) some(std::integral_constant<int, 2>{}, h);
-    for (; h < heads; h++) some(std::integral_constant<int, 1>{}, h);
+    in_blocks(heads, some);
     const float* values = keys.latent ? tile.natural : second;
-    h = 0;
+    int h = 0;
     for (; h + 3 <= heads; h += 3)
       weigh<3>(tile.weights + h * TOKENS, values, wide_out, tokens, out + h * wide_out, wide_out);
     for (; h < heads; h++) weigh<1>(tile.weights + h * TOKENS, values, wide_out, tokens, out + h * wide_out, wide_out);
   }
+  for (int h = 0; h < heads; h++) mass[h] = sum(load(tile.mass + h * TOKENS));
 }
 
 }  // namespace mla

@@ -11,15 +11,21 @@ namespace mla {
 template <int N, int M, class W>
 inline void dots(const W* w, int64_t stride, const float* x, int64_t ldx, int k, float* sums) {
   vf acc[N][M] = {};
-  int at = 0;
-  for (; at + LANES <= k; at += LANES) {
+  constexpr int LINE = 64 / sizeof(W) > LANES ? 64 / sizeof(W) : LANES;  // numbers of a line of memory
+  auto take = [&](int at) {
     vf weight[N];
     for (int n = 0; n < N; n++) weight[n] = load(w + n * stride + at);
     for (int m = 0; m < M; m++) {
       vf given = load(x + m * ldx + at);
       for (int n = 0; n < N; n++) acc[n][m] += weight[n] * given;
     }
+  };
+  int at = 0;
+  for (; at + LINE <= k; at += LINE) {
+    for (int n = 0; n < N; n++) __builtin_prefetch(w + (N + n) * stride + at);  // the next rows: memory is what a step waits for
+    for (int i = 0; i < LINE; i += LANES) take(at + i);
   }
+  for (; at + LANES <= k; at += LANES) take(at);
   if (at < k)
     for (int n = 0; n < N; n++) {
       vf weight = load_first(w + n * stride + at, k - at);

@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace mla {
 
@@ -9,9 +12,6 @@ constexpr int LANES = 16;
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef uint8_t vo __attribute__((vector_size(16)));
-typedef int8_t vb __attribute__((vector_size(16)));
 typedef float vf8 __attribute__((vector_size(32)));
 typedef float vf4 __attribute__((vector_size(16)));
 
@@ -27,20 +27,50 @@ inline vf load(const float* p) {
   memcpy(&v, p, sizeof v);
   return v;
 }
-inline vf load(const bf16* p) {
-  vh h;
-  memcpy(&h, p, sizeof h);
-  return (vf)(__builtin_convertvector(h, vu) << 16);
+
+// Whole numbers widened to 32 bits. (GCC takes __builtin_convertvector apart, number by number.)
+#if defined(__AVX512F__)
+inline vu widened(const uint16_t* p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+inline vu widened(const uint8_t* p) { return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vi widened(const int8_t* p) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vf floats(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
+#elif defined(__AVX2__)
+template <class V>
+inline V halves(__m256i a, __m256i b) {
+  V v;
+  memcpy(&v, &a, sizeof a);
+  memcpy((char*)&v + sizeof a, &b, sizeof b);
+  return v;
 }
-inline vf load(const int8_t* p) {
-  vb b;
-  memcpy(&b, p, sizeof b);
-  return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+inline __m128i sixteen(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
+inline __m128i eight(const void* p) { return _mm_loadl_epi64((const __m128i*)p); }
+inline vu widened(const uint16_t* p) {
+  return halves<vu>(_mm256_cvtepu16_epi32(sixteen(p)), _mm256_cvtepu16_epi32(sixteen(p + 8)));
 }
+inline vu widened(const uint8_t* p) {
+  return halves<vu>(_mm256_cvtepu8_epi32(eight(p)), _mm256_cvtepu8_epi32(eight(p + 8)));
+}
+inline vi widened(const int8_t* p) {
+  return halves<vi>(_mm256_cvtepi8_epi32(eight(p)), _mm256_cvtepi8_epi32(eight(p + 8)));
+}
+inline vf floats(vi v) { return __builtin_convertvector(v, vf); }
+#else
+template <class V, class T>
+inline V each_widened(const T* p) {
+  V v;
+  for (int i = 0; i < LANES; i++) v[i] = p[i];
+  return v;
+}
+inline vu widened(const uint16_t* p) { return each_widened<vu>(p); }
+inline vu widened(const uint8_t* p) { return each_widened<vu>(p); }
+inline vi widened(const int8_t* p) { return each_widened<vi>(p); }
+inline vf floats(vi v) { return __builtin_convertvector(v, vf); }
+#endif
+
+inline vf load(const bf16* p) { return (vf)(widened((const uint16_t*)p) << 16); }
+inline vf load(const int8_t* p) { return floats(widened(p)); }
 inline vf load(const fp8* p) {
-  vo o;
-  memcpy(&o, p, sizeof o);
-  vu u = __builtin_convertvector(o, vu);
+  vu u = widened((const uint8_t*)p);
   // Exponent and mantissa where float32 has them; 2^120 makes up for the other bias, exactly.
   return (vf)(((u & 0x80) << 24) | ((u & 0x7f) << 20)) * 0x1p120f;
 }

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
+#include "attention_bf16.h"
 #include "cache.h"
 #include "linear.h"
 #include "pool.h"
@@ -108,7 +108,8 @@ void Engine::prepare(const Step& s) {
     more(partial, (int64_t)splits_.size() * each * value_width(l));
     more(mass, (int64_t)splits_.size() * each * 2);
     int64_t first = padded(l.latent ? l.rank : l.nope), second = padded(l.latent ? l.rope : l.v_dim);
-    more(tile, TOKENS * 2 * (first + second) + each * TOKENS + first + 4 * LANES);
+    // Room for rows of 32 channels, too (see attention_bf16.h).
+    more(tile, TOKENS * 3 * (first + second + 2 * LANES) + each * (2 * TOKENS + query_width(l) + 2 * LANES) + LANES);
   }
   normed_.room(m * s.hidden);
   q_.room(q);
@@ -280,10 +281,15 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
     const Split& part = splits_[i];
     Keys keys{&l.first, &l.second, part.row, l.latent ? 0 : (int64_t)part.group * l.nope, l.latent ? l.rank : l.nope,
               l.latent ? l.rope : l.v_dim, l.latent != 0};
-    int64_t natural = TOKENS * (padded(keys.first_width) + padded(keys.second_width));
-    Tile tile{me.tile, me.tile + natural, me.tile + 2 * natural};
+    int64_t natural = TOKENS * (padded(keys.first_width) + padded(keys.second_width) + 2 * LANES);
+    float* weights = me.tile + 3 * natural;
+    Tile tile{me.tile, me.tile + natural, weights, weights + heads * TOKENS, weights + 2 * heads * TOKENS};
     float tops[256], masses[256];
-    attend(keys, absorbed_.data + ((int64_t)part.row * l.heads + part.group * heads) * ldq, ldq, heads, part.begin, part.end,
+    auto work = attend;
+#ifdef MLA_HAS_BF16
+    if (suits_bf16(l.first, l.second)) work = attend_bf16;
+#endif
+    work(keys, absorbed_.data + ((int64_t)part.row * l.heads + part.group * heads) * ldq, ldq, heads, part.begin, part.end,
            l.softcap, tile, partial_.data + (int64_t)i * heads * wide, tops, masses);
     for (int h = 0; h < heads; h++) {
       mass_.data[((int64_t)i * heads + h) * 2] = tops[h];

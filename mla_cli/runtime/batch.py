@@ -36,6 +36,37 @@ def prefill_groups(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+def prefill(
+    decoder: Decoder,
+    cache: Cache,
+    prompts: Sequence[Sequence[int]],
+    see: Callable[[Tensor | None, Tensor], None] | None = None,
+) -> Tensor:
+    """Read prompts into an empty cache, in chunks; gives `[B, V]` logits after each.
+
+    Args:
+        see: is shown how large the latents of each chunk were (see `Cache.latest_ranges`), and its lengths.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    longest = int(lengths.max())
+    # The frequencies of dynamic scaling depend on the length so far: chunks would turn keys by others than a whole.
+    whole = any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
+    chunk = longest if whole else chunk_length(longest)
+    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = torch.tensor(prompt)
+    last = torch.zeros(len(prompts), decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    for start in range(0, longest, chunk):
+        tokens = padded[:, start : start + chunk].to(decoder.device)  # [B, T]
+        counts = (lengths - start).clamp(0, tokens.shape[1])
+        hidden = decoder(tokens, cache, counts)  # [B, T, D]
+        if see is not None:
+            see(cache.latest_ranges(), counts)
+        ending = ((lengths > start) & (lengths <= start + chunk)).nonzero()[:, 0]
+        last[ending.to(decoder.device)] = hidden[ending, counts[ending] - 1]
+    return decoder.logits(last)
+
+
 class Batch:
     """The rows of one running batch.
 
@@ -61,8 +92,6 @@ class Batch:
         self._cache: Cache | None = None
         self._sampler: RowSampler | None = None  # None: the rows have changed
         self._tokens: Tensor | None = None  # [B, 1] each row's last token
-        # The frequencies of dynamic scaling depend on the length so far: chunks would turn keys by others than a whole.
-        self._whole_prompts = any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
 
     @property
     def active(self) -> list[ActiveSequence]:
@@ -76,7 +105,10 @@ class Batch:
     @torch.inference_mode()
     def add(self, sequences: list[ActiveSequence]) -> Sampled:
         """Read the prompts of new sequences, give them rows, and choose their first tokens."""
-        cache, logits = self._prefill([sequence.prompt for sequence in sequences])
+        prompts = [sequence.prompt for sequence in sequences]
+        see = None if self._live is None else self._live.see
+        cache = self._make_cache(len(prompts))
+        logits = prefill(self._decoder, cache, prompts, see)
         if not self.active:
             self._cache, self.rows = cache, list(sequences)
         else:
@@ -125,26 +157,6 @@ class Batch:
             device=self._decoder.device,
             logprobs=self._logprobs,
         )
-
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
-        """A cache that holds the prompts, and `[B, V]` logits after each."""
-        decoder, lengths = self._decoder, torch.tensor([len(prompt) for prompt in prompts])
-        longest = int(lengths.max())
-        chunk = longest if self._whole_prompts else chunk_length(longest)
-        cache = self._make_cache(len(prompts))
-        padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            padded[row, : len(prompt)] = torch.tensor(prompt)
-        last = torch.zeros(len(prompts), decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        for start in range(0, longest, chunk):
-            tokens = padded[:, start : start + chunk].to(decoder.device)  # [B, T]
-            counts = (lengths - start).clamp(0, tokens.shape[1])
-            hidden = decoder(tokens, cache, counts)  # [B, T, D]
-            if self._live is not None:
-                self._live.see(cache.latest_ranges(), counts)
-            ending = ((lengths > start) & (lengths <= start + chunk)).nonzero()[:, 0]
-            last[ending.to(decoder.device)] = hidden[ending, counts[ending] - 1]
-        return cache, decoder.logits(last)
 
     def _make_vacant(self, wanted: int) -> None:
         """See to at least so many vacant rows."""

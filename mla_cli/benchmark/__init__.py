@@ -1,0 +1,1 @@
+"""Decode and prefill, timed side by side."""
