@@ -121,7 +121,7 @@ inline void in_blocks(int heads, Work work) {
   int h = 0;
   for (; h + 9 <= heads; h += 9) work(std::integral_constant<int, 9>{}, h);
   for (; h + 4 <= heads; h += 4) work(std::integral_constant<int, 4>{}, h);
-  for (; h + 2 <= heads; h += 2) work(std::integral_constant<int, 2>{}, h);
+  for (; h + 3 <= heads; h += 3) work(std::integral_constant<int, 3>{}, h);
   for (; h < heads; h++) work(std::integral_constant<int, 1>{}, h);
 }
 

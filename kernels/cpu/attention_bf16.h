@@ -8,80 +8,143 @@
 
 namespace mla {
 
-inline int64_t paired(int64_t n) { return (n + 31) / 32 * 32; }  // channels of a row of a tile
+constexpr int BLOCK = 2 * TOKENS;  // tokens at a time, two vectors of scores a head
 
-inline __m512bh bits(__m512i v) { return (__m512bh)v; }
-inline vf add_products(vf acc, __m512i a, __m512i b) { return (vf)_mm512_dpbf16_ps((__m512)acc, bits(a), bits(b)); }
+inline int64_t paired(int64_t n) { return (n + 31) / 32 * 32; }  // channels of a row of a block
+
+inline vf add_products(vf acc, __m512i a, __m512i b) {
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
+inline __m512i narrowed(vf low, vf high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 
 template <class T>
 inline __m512i thirty_two(const T* p) {
-  return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(p + LANES), (__m512)load(p));
+  return narrowed(load(p), load(p + LANES));
 }
 template <>
 inline __m512i thirty_two(const bf16* p) { return _mm512_loadu_si512(p); }
 
-// Tokens' channels as bfloat16, zeros behind them: natural [TOKENS, paired(width)].
 template <class T>
-inline void narrow_rows(const T* from, int64_t stride, int tokens, int width, uint16_t* natural) {
-  int64_t wide = paired(width);
-  for (int t = 0; t < tokens; t++) {
-    const T* row = from + t * stride;
-    int c = 0;
-    for (; c + 32 <= width; c += 32) _mm512_storeu_si512(natural + t * wide + c, thirty_two(row + c));
-    if (c < width) {
-      T held[32] = {};
-      memcpy(held, row + c, (width - c) * sizeof(T));
-      _mm512_storeu_si512(natural + t * wide + c, thirty_two(held));
+inline __m512i some_of_32(const T* p, int n) {
+  T held[32] = {};
+  memcpy(held, p, n * sizeof(T));
+  return thirty_two(held);
+}
+
+// Rows become columns, 16 x 16, with shuffles that need no index.
+inline void turn_block(__m512* r) {
+  __m512 a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {  // column 2 j or 2 j + 1 of each four, of four rows
+      b[i + 2 * j] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
+      b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
     }
-    const char* next = (const char*)(row + TOKENS * stride);
-    for (size_t at = 0; at < width * sizeof(T); at += 64) __builtin_prefetch(next + at);
-  }
-  if (tokens < TOKENS) memset(natural + tokens * wide, 0, (TOKENS - tokens) * wide * sizeof(uint16_t));
-}
-
-inline void narrow_rows(const Store& s, int64_t first, int64_t offset, int tokens, int width, uint16_t* natural) {
-  int64_t at = first * s.width + offset;
-  switch (s.type) {
-    case BF16:
-      return narrow_rows((const bf16*)s.data + at, s.width, tokens, width, natural);
-    case INT8:
-      return narrow_rows((const int8_t*)s.data + at, s.width, tokens, width, natural);
-    case FP8:
-      return narrow_rows((const fp8*)s.data + at, s.width, tokens, width, natural);
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {  // columns k, k + 4, k + 8, k + 12
+    __m512 low = _mm512_shuffle_f32x4(b[k], b[k + 4], 0x88), high = _mm512_shuffle_f32x4(b[k], b[k + 4], 0xdd);
+    __m512 low2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0x88), high2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0xdd);
+    r[k] = _mm512_shuffle_f32x4(low, low2, 0x88);
+    r[k + 4] = _mm512_shuffle_f32x4(high, high2, 0x88);
+    r[k + 8] = _mm512_shuffle_f32x4(low, low2, 0xdd);
+    r[k + 12] = _mm512_shuffle_f32x4(high, high2, 0xdd);
   }
 }
 
-// Pairs of channels by token: turned [paired(width) / 2, TOKENS] of two numbers each.
-inline void turn_pairs(const uint16_t* natural, int width, uint32_t* turned) {
-  int64_t wide = paired(width);
-  for (int64_t c = 0; c < wide; c += 32) {
-    vf block[LANES];
-    for (int t = 0; t < TOKENS; t++) memcpy(&block[t], natural + t * wide + c, 64);
-    transpose(block);
-    for (int i = 0; i < LANES; i++) memcpy(turned + (c / 2 + i) * TOKENS, &block[i], 64);
-  }
-}
-
-// Pairs of tokens by channel: in place of rows t and t + 1, their first sixteen channels and so on, [TOKENS / 2, wide].
-inline void pair_tokens(const uint16_t* natural, int width, uint32_t* pairs) {
+// Of up to BLOCK tokens, as bfloat16, zeros behind them, either or both of
+//   turned [paired(width) / 2, BLOCK]: pairs of channels by token, for scores;
+//   pairs [BLOCK / 2, paired(width)]: pairs of tokens by channel, for values.
+template <class T>
+inline void arrange(const T* from, int64_t stride, int tokens, int width, uint32_t* turned, uint32_t* pairs) {
   int64_t wide = paired(width);
   alignas(64) static const uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   __m512i first = _mm512_load_si512(low), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  for (int t = 0; t < TOKENS; t += 2)
-    for (int64_t c = 0; c < wide; c += 32) {
-      __m512i a = _mm512_loadu_si512(natural + t * wide + c), b = _mm512_loadu_si512(natural + (t + 1) * wide + c);
-      _mm512_storeu_si512(pairs + t / 2 * wide + c, _mm512_permutex2var_epi16(a, first, b));
-      _mm512_storeu_si512(pairs + t / 2 * wide + c + LANES, _mm512_permutex2var_epi16(a, second, b));
+  for (int t0 = 0; t0 < BLOCK; t0 += TOKENS) {
+    int here = tokens - t0 < TOKENS ? tokens - t0 : TOKENS;
+    const T* rows = from + t0 * stride;
+    for (int t = 0; t < here; t++) {
+      const char* next = (const char*)(rows + (t + BLOCK) * stride);
+      for (size_t at = 0; at < width * sizeof(T); at += 64) __builtin_prefetch(next + at);
+    }
+    for (int c = 0; c < width; c += 32) {
+      vf block[TOKENS];
+      int some = width - c;
+      if (some >= 32 && here == TOKENS)
+        for (int t = 0; t < TOKENS; t++) block[t] = (vf)thirty_two(rows + t * stride + c);
+      else
+        for (int t = 0; t < TOKENS; t++)
+          block[t] = t < here ? (vf)some_of_32(rows + t * stride + c, some < 32 ? some : 32) : vf{};
+      if (pairs) {
+        uint32_t* to = pairs + t0 / 2 * wide + c;
+        for (int t = 0; t < TOKENS; t += 2, to += wide) {
+          __m512i a = (__m512i)block[t], b = (__m512i)block[t + 1];
+          _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, first, b));
+          _mm512_storeu_si512(to + LANES, _mm512_permutex2var_epi16(a, second, b));
+        }
+      }
+      if (turned) {
+        turn_block((__m512*)block);
+        for (int i = 0; i < LANES; i++) memcpy(turned + (c / 2 + i) * BLOCK + t0, &block[i], 64);
+      }
+    }
+  }
+}
+
+inline void arrange(const Store& s, int64_t token, int64_t offset, int tokens, int width, uint32_t* turned,
+                    uint32_t* pairs) {
+  int64_t at = token * s.width + offset;
+  switch (s.type) {
+    case BF16:
+      return arrange((const bf16*)s.data + at, s.width, tokens, width, turned, pairs);
+    case INT8:
+      return arrange((const int8_t*)s.data + at, s.width, tokens, width, turned, pairs);
+    case FP8:
+      return arrange((const fp8*)s.data + at, s.width, tokens, width, turned, pairs);
+  }
+}
+
+// Queries q [H, ldq] as pairs of channels: to [paired(width) / 2, H].
+inline void pair_queries(const float* q, int64_t ldq, int heads, int width, uint32_t* to) {
+  for (int h = 0; h < heads; h++)
+    for (int c = 0; c < width; c += 32) {
+      const float* from = q + h * ldq + c;
+      float held[32] = {};
+      memcpy(held, from, (width - c < 32 ? width - c : 32) * sizeof(float));
+      uint32_t both[LANES];
+      _mm512_storeu_si512(both, narrowed(load(held), load(held + LANES)));
+      for (int i = 0; i < LANES; i++) to[(c / 2 + i) * heads + h] = both[i];
     }
 }
 
+// scores [N, BLOCK] = their sums over pairs of channels, times the tokens' scales [BLOCK] if there are, plus what is there if
+// `more`. (In a function of its own: its sums need all registers.)
 template <int N>
-inline void score_pairs(const uint32_t* q, int64_t heads, const uint32_t* turned, int64_t pairs, vf* acc) {
+__attribute__((noinline)) void score_pairs(const uint32_t* q, int64_t heads, const uint32_t* turned, int64_t pairs,
+                                           const float* scales, bool more, float* scores) {
+  vf acc[N][2] = {};
   for (int64_t c = 0; c < pairs; c++) {
-    __m512i key = _mm512_loadu_si512(turned + c * TOKENS);
-    for (int h = 0; h < N; h++) acc[h] = add_products(acc[h], _mm512_set1_epi32((int)q[c * heads + h]), key);
+    __m512i low = _mm512_loadu_si512(turned + c * BLOCK), high = _mm512_loadu_si512(turned + c * BLOCK + TOKENS);
+#pragma GCC unroll 16
+    for (int h = 0; h < N; h++) {
+      __m512i query = _mm512_set1_epi32((int)q[c * heads + h]);
+      acc[h][0] = add_products(acc[h][0], query, low);
+      acc[h][1] = add_products(acc[h][1], query, high);
+    }
   }
+#pragma GCC unroll 16
+  for (int h = 0; h < N; h++)
+    for (int i = 0; i < 2; i++) {
+      float* to = scores + h * BLOCK + i * TOKENS;
+      vf x = scales ? acc[h][i] * load(scales + i * TOKENS) : acc[h][i];
+      store(to, more ? load(to) + x : x);
+    }
 }
 
 template <int N, int V>
@@ -89,11 +152,11 @@ inline void weigh_pairs(const uint32_t* weights, const uint32_t* values, int64_t
   vf acc[N][V];
   for (int h = 0; h < N; h++)
     for (int v = 0; v < V; v++) acc[h][v] = load(out + h * ldo + v * LANES);
-  for (int t = 0; t < TOKENS / 2; t++) {
+  for (int t = 0; t < BLOCK / 2; t++) {
     __m512i value[V];
     for (int v = 0; v < V; v++) value[v] = _mm512_loadu_si512(values + t * wide + v * LANES);
     for (int h = 0; h < N; h++) {
-      __m512i weight = _mm512_set1_epi32((int)weights[h * (TOKENS / 2) + t]);
+      __m512i weight = _mm512_set1_epi32((int)weights[h * (BLOCK / 2) + t]);
       for (int v = 0; v < V; v++) acc[h][v] = add_products(acc[h][v], weight, value[v]);
     }
   }
@@ -110,6 +173,30 @@ inline void weigh_all(const uint32_t* weights, const uint32_t* values, int64_t w
 
 inline bool suits_bf16(const Store& a, const Store& b) { return a.type != F32 && (b.type != F32 || b.width == 0); }
 
+// As `weights_of`, of a block's scores x [BLOCK] of a head, which become weights; those of a latent are `scaled`, and all
+// bfloat16 in `to` [BLOCK / 2].
+inline void block_weights(float* x, int tokens, const float* scales, float& top, float* sums, float* out, int64_t width,
+                          uint32_t* to) {
+  for (int i = tokens; i < BLOCK; i++) x[i] = -INFINITY;
+  vf low = load(x), high = load(x + TOKENS);
+  __mmask16 above = _mm512_cmp_ps_mask((__m512)maximum(low, high), _mm512_set1_ps(top), _CMP_GT_OQ);
+  if (above) {
+    float most = largest(maximum(low, high)), shrink = std::exp(top - most);
+    top = most;
+    store(sums, load(sums) * shrink);
+    for (int64_t c = 0; c < width; c += LANES) store(out + c, load(out + c) * shrink);
+  }
+  float from = top > -INFINITY ? top : 0.0f;  // -inf: no score is any larger
+  low = exponential(low - from);
+  high = exponential(high - from);
+  store(sums, load(sums) + (low + high));
+  if (scales) {
+    low *= load(scales);
+    high *= load(scales + TOKENS);
+  }
+  _mm512_storeu_si512(to, narrowed(low, high));
+}
+
 // As `attend`, which see.
 inline void attend_bf16(const Keys& keys, const float* q, int64_t ldq, int heads, int64_t begin, int64_t end,
                         float softcap, const Tile& tile, float* out, float* top, float* mass) {
@@ -117,71 +204,61 @@ inline void attend_bf16(const Keys& keys, const float* q, int64_t ldq, int heads
   int64_t wide_a = paired(keys.first_width), wide_b = paired(keys.second_width);
   int64_t wide_out = keys.latent ? wide_a : wide_b;
   int64_t width_out = padded(keys.latent ? keys.first_width : keys.second_width);
-  uint16_t* first = (uint16_t*)tile.natural;
-  uint16_t* second = first + TOKENS * wide_a;
   uint32_t* turned = (uint32_t*)tile.turned;
-  uint32_t* pairs = turned + (wide_a + wide_b) / 2 * TOKENS;
+  uint32_t* turned_b = turned + wide_a / 2 * BLOCK;
+  uint32_t* pairs = (uint32_t*)tile.natural;
   uint32_t* queries = (uint32_t*)tile.queries;  // [pairs of channels, H]
-  uint32_t* weights = (uint32_t*)tile.weights;  // [H, TOKENS / 2]
-  memset(out, 0, heads * width_out * sizeof(float));
-  auto ask = [&](int64_t offset, int width, uint32_t* to) {
-    for (int h = 0; h < heads; h++)
-      for (int64_t c = 0; c < paired(width); c += 2) {
-        const float* from = q + h * ldq + offset + c;
-        uint32_t low = c < width ? narrow(from[0]).bits : 0, high = c + 1 < width ? narrow(from[1]).bits : 0;
-        to[c / 2 * heads + h] = low | high << 16;
-      }
-  };
-  ask(0, keys.first_width, queries);
   uint32_t* queries_b = queries + wide_a / 2 * heads;
-  if (keys.latent) ask(padded(keys.first_width), keys.second_width, queries_b);
+  uint32_t* weights = (uint32_t*)tile.weights;  // [H, BLOCK / 2]
+  alignas(64) float scores[9 * BLOCK], scales_a[BLOCK], scales_b[BLOCK];
+  memset(out, 0, heads * width_out * sizeof(float));
+  pair_queries(q, ldq, heads, keys.first_width, queries);
+  if (keys.latent) pair_queries(q + padded(keys.first_width), ldq, heads, keys.second_width, queries_b);
   for (int h = 0; h < heads; h++) {
     top[h] = -INFINITY;
     store(tile.mass + h * TOKENS, vf{});
   }
-  vf places;
-  for (int i = 0; i < LANES; i++) places[i] = (float)i;
-  for (int64_t s = begin; s < end; s += TOKENS) {
-    int tokens = (int)(end - s < TOKENS ? end - s : TOKENS);
+  for (int64_t s = begin; s < end; s += BLOCK) {
+    int tokens = (int)(end - s < BLOCK ? end - s : BLOCK);
     int64_t at_a = keys.row * a.room + s, at_b = keys.row * b.room + s;
-    narrow_rows(a, at_a, keys.offset, tokens, keys.first_width, first);
-    narrow_rows(b, at_b, keys.offset, tokens, keys.second_width, second);
-    turn_pairs(first, keys.first_width, turned);
-    if (keys.latent) turn_pairs(second, keys.second_width, turned + wide_a / 2 * TOKENS);
-    pair_tokens(keys.latent ? first : second, keys.latent ? keys.first_width : keys.second_width, pairs);
-    vf scales_a = a.scales ? load_first(a.scales + at_a, tokens) : all(1.0f);
-    vf scales_b = b.scales ? load_first(b.scales + at_b, tokens) : all(1.0f);
+    arrange(a, at_a, keys.offset, tokens, keys.first_width, turned, keys.latent ? pairs : nullptr);
+    if (keys.second_width)
+      arrange(b, at_b, keys.offset, tokens, keys.second_width, keys.latent ? turned_b : nullptr,
+              keys.latent ? nullptr : pairs);
+    auto read = [&](const Store& store, int64_t at, float* to) -> const float* {
+      if (!store.scales) return nullptr;
+      if (tokens < BLOCK) memset(to, 0, BLOCK * sizeof(float));
+      memcpy(to, store.scales + at, tokens * sizeof(float));
+      return to;
+    };
+    const float *of_a = read(a, at_a, scales_a), *of_b = read(b, at_b, scales_b);
     auto some = [&](auto count, int h0) {
       constexpr int N = decltype(count)::value;
-      vf acc[N] = {};
-      score_pairs<N>(queries + h0, heads, turned, wide_a / 2, acc);
-      if (keys.latent) {
-        vf more[N] = {};
-        if (!a.scales && !b.scales)
-          for (int h = 0; h < N; h++) more[h] = acc[h];
-        score_pairs<N>(queries_b + h0, heads, turned + wide_a / 2 * TOKENS, wide_b / 2, more);
-        for (int h = 0; h < N; h++)
-          acc[h] = a.scales || b.scales ? acc[h] * scales_a + more[h] * scales_b : more[h];
-      }
-      for (int h = 0; h < N; h++) {
-        vf x = acc[h];
-        if (softcap != 0)
-          for (int i = 0; i < LANES; i++) x[i] = softcap * std::tanh(x[i] / softcap);
-        vf p = weights_of(x, places < (float)tokens, top[h0 + h], tile.mass + (h0 + h) * TOKENS,
-                          out + (h0 + h) * width_out, width_out);
-        if (keys.latent && a.scales) p *= scales_a;
-        __m256i narrowed = (__m256i)_mm512_cvtneps_pbh((__m512)p);
-        memcpy(weights + (h0 + h) * (TOKENS / 2), &narrowed, 32);
-      }
+      score_pairs<N>(queries + h0, heads, turned, wide_a / 2, of_a, false, scores);
+      if (keys.latent) score_pairs<N>(queries_b + h0, heads, turned_b, wide_b / 2, of_b, true, scores);
+      if (softcap != 0)
+        for (int i = 0; i < N * BLOCK; i++) scores[i] = softcap * std::tanh(scores[i] / softcap);
+      for (int h = h0; h < h0 + N; h++)
+        block_weights(scores + (h - h0) * BLOCK, tokens, keys.latent ? of_a : nullptr, top[h], tile.mass + h * TOKENS,
+                      out + h * width_out, width_out, weights + h * (BLOCK / 2));
     };
     in_blocks(heads, some);
-    int h = 0;
-    for (; h + 4 <= heads; h += 4)
-      weigh_all<4>(weights + h * (TOKENS / 2), pairs, wide_out, width_out, out + h * width_out);
-    for (; h + 2 <= heads; h += 2)
-      weigh_all<2>(weights + h * (TOKENS / 2), pairs, wide_out, width_out, out + h * width_out);
-    for (; h < heads; h++)
-      weigh_all<1>(weights + h * (TOKENS / 2), pairs, wide_out, width_out, out + h * width_out);
+    for (int h = 0; h < heads;) {
+      int left = heads - h;
+      auto weigh = [&](auto count) {
+        constexpr int N = decltype(count)::value;
+        weigh_all<N>(weights + h * (BLOCK / 2), pairs, wide_out, width_out, out + h * width_out);
+        h += N;
+      };
+      if (left == 5 || left == 9)
+        weigh(std::integral_constant<int, 5>{});
+      else if (left >= 4)
+        weigh(std::integral_constant<int, 4>{});
+      else if (left == 3)
+        weigh(std::integral_constant<int, 3>{});
+      else
+        weigh(std::integral_constant<int, 1>{});
+    }
   }
   for (int h = 0; h < heads; h++) mass[h] = sum(load(tile.mass + h * TOKENS));
 }

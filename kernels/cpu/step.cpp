@@ -109,7 +109,7 @@ void Engine::prepare(const Step& s) {
     more(mass, (int64_t)splits_.size() * each * 2);
     int64_t first = padded(l.latent ? l.rank : l.nope), second = padded(l.latent ? l.rope : l.v_dim);
     // Room for rows of 32 channels, too (see attention_bf16.h).
-    more(tile, TOKENS * 3 * (first + second + 2 * LANES) + each * (2 * TOKENS + query_width(l) + 2 * LANES) + LANES);
+    more(tile, TOKENS * 2 * (first + second + 2 * LANES) + each * (2 * TOKENS + query_width(l) + 2 * LANES) + LANES);
   }
   normed_.room(m * s.hidden);
   q_.room(q);
@@ -282,7 +282,7 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
     Keys keys{&l.first, &l.second, part.row, l.latent ? 0 : (int64_t)part.group * l.nope, l.latent ? l.rank : l.nope,
               l.latent ? l.rope : l.v_dim, l.latent != 0};
     int64_t natural = TOKENS * (padded(keys.first_width) + padded(keys.second_width) + 2 * LANES);
-    float* weights = me.tile + 3 * natural;
+    float* weights = me.tile + 2 * natural;
     Tile tile{me.tile, me.tile + natural, weights, weights + heads * TOKENS, weights + 2 * heads * TOKENS};
     float tops[256], masses[256];
     auto work = attend;
