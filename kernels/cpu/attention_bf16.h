@@ -57,20 +57,20 @@ inline void turn_block(__m512* r) {
   }
 }
 
-// Of up to BLOCK tokens, as bfloat16, zeros behind them, either or both of
-//   turned [paired(width) / 2, BLOCK]: pairs of channels by token, for scores;
-//   pairs [BLOCK / 2, paired(width)]: pairs of tokens by channel, for values.
-template <class T>
+// Of up to SIZE tokens, as bfloat16, zeros behind them, either or both of
+//   turned [paired(width) / 2, SIZE]: pairs of channels by token, for scores;
+//   pairs [SIZE / 2, paired(width)]: pairs of tokens by channel, for values.
+template <int SIZE, class T>
 inline void arrange(const T* from, int64_t stride, int tokens, int width, uint32_t* turned, uint32_t* pairs) {
   int64_t wide = paired(width);
   alignas(64) static const uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   __m512i first = _mm512_load_si512(low), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  for (int t0 = 0; t0 < BLOCK; t0 += TOKENS) {
+  for (int t0 = 0; t0 < SIZE; t0 += TOKENS) {
     int here = tokens - t0 < TOKENS ? tokens - t0 : TOKENS;
     const T* rows = from + t0 * stride;
-    for (int t = 0; t < here; t++) {
-      const char* next = (const char*)(rows + (t + BLOCK) * stride);
+    for (int t = 0; t < here && SIZE == BLOCK; t++) {  // the next ones
+      const char* next = (const char*)(rows + (t + SIZE) * stride);
       for (size_t at = 0; at < width * sizeof(T); at += 64) __builtin_prefetch(next + at);
     }
     for (int c = 0; c < width; c += 32) {
@@ -91,7 +91,7 @@ inline void arrange(const T* from, int64_t stride, int tokens, int width, uint32
       }
       if (turned) {
         turn_block((__m512*)block);
-        for (int i = 0; i < LANES; i++) memcpy(turned + (c / 2 + i) * BLOCK + t0, &block[i], 64);
+        for (int i = 0; i < LANES; i++) memcpy(turned + (c / 2 + i) * SIZE + t0, &block[i], 64);
       }
     }
   }
@@ -102,11 +102,11 @@ inline void arrange(const Store& s, int64_t token, int64_t offset, int tokens, i
   int64_t at = token * s.width + offset;
   switch (s.type) {
     case BF16:
-      return arrange((const bf16*)s.data + at, s.width, tokens, width, turned, pairs);
+      return arrange<BLOCK>((const bf16*)s.data + at, s.width, tokens, width, turned, pairs);
     case INT8:
-      return arrange((const int8_t*)s.data + at, s.width, tokens, width, turned, pairs);
+      return arrange<BLOCK>((const int8_t*)s.data + at, s.width, tokens, width, turned, pairs);
     case FP8:
-      return arrange((const fp8*)s.data + at, s.width, tokens, width, turned, pairs);
+      return arrange<BLOCK>((const fp8*)s.data + at, s.width, tokens, width, turned, pairs);
   }
 }
 

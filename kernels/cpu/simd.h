@@ -94,7 +94,11 @@ inline float sum(vf v) {
   vf4 b = q[0] + q[1];
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
+#if defined(__AVX512F__)
+inline vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
+#endif
 inline float largest(vf v) {
   vf8 h[2];
   memcpy(h, &v, sizeof h);
@@ -113,11 +117,16 @@ inline vf round_even(vf v) {
   return (v + magic) - magic;
 }
 
-// e^x to about two units in the last place; 0 below -87. NaN stays one.
+// e^x to about two units in the last place; 0 below -87 or so. NaN stays one.
 inline vf exponential(vf x) {
+#if defined(__AVX512F__)
+  vf held = maximum(all(-104.0f), x);
+  vf n = (vf)_mm512_roundscale_ps((__m512)(held * 1.44269504f), 8);
+#else
   vf low = all(-87.0f);
   vf held = maximum(x, low);
   vf n = round_even(held * 1.44269504f);
+#endif
   vf f = held - n * 0.693359375f;
   f = f + n * 2.12194440e-4f;
   vf p = all(1.9875691500e-4f);
@@ -127,10 +136,14 @@ inline vf exponential(vf x) {
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * f * f + f + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
   vf found = p * (vf)exponent;
   found = x < low ? vf{} : found;
   return x == x ? found : x;
+#endif
 }
 
 inline bf16 narrow(float x) {  // round half to even; NaN stays one

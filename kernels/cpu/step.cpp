@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention_bf16.h"
+#include "attention_int8.h"
 #include "cache.h"
 #include "linear.h"
 #include "pool.h"
@@ -110,6 +110,9 @@ void Engine::prepare(const Step& s) {
     int64_t first = padded(l.latent ? l.rank : l.nope), second = padded(l.latent ? l.rope : l.v_dim);
     // Room for rows of 32 channels, too (see attention_bf16.h).
     more(tile, TOKENS * 2 * (first + second + 2 * LANES) + each * (2 * TOKENS + query_width(l) + 2 * LANES) + LANES);
+#ifdef MLA_HAS_VNNI
+    if (l.latent) more(tile, int8_floats(l.rank, l.rope, l.heads));
+#endif
   }
   normed_.room(m * s.hidden);
   q_.room(q);
@@ -288,6 +291,9 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
     auto work = attend;
 #ifdef MLA_HAS_BF16
     if (suits_bf16(l.first, l.second)) work = attend_bf16;
+#endif
+#ifdef MLA_HAS_VNNI
+    if (l.latent && suits_int8(l.first, l.second, l.rank)) work = attend_int8;
 #endif
     work(keys, absorbed_.data + ((int64_t)part.row * l.heads + part.group * heads) * ldq, ldq, heads, part.begin, part.end,
            l.softcap, tile, partial_.data + (int64_t)i * heads * wide, tops, masses);

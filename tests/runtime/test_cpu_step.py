@@ -160,6 +160,17 @@ def test_latent_layers(kind: str) -> None:
     assert_steps_agree(decoder_of(LATENTS[kind], LATENTS["plain"]), [1, 600, 41, 16])
 
 
+@pytest.mark.parametrize("changes", [
+    {"kv_lora_rank": 64}, {"kv_lora_rank": 53, "num_heads": 3}, {"kv_lora_rank": 128, "num_heads": 9},
+    {"kv_lora_rank": 512, "num_heads": 2, "qk_rope_head_dim": 64, "rotary": RotarySpec(dim=64)},
+    {"kv_lora_rank": 64, "num_heads": 1, "softcap": 3.0}, {"kv_lora_rank": 64, "window": 37},
+    {"kv_lora_rank": 64, "qk_rope_head_dim": 0}, {"kv_lora_rank": 64, "scale": 1.0},
+])  # fmt: skip
+def test_int8_latents_of_any_width_are_multiplied_as_codes(changes: dict[str, Any]) -> None:
+    decoder = decoder_of(latent(**changes))
+    assert_steps_agree(decoder, [1, 600, 41, 64, 65, 16], quantizers=(LatentQuantizer("int8"),), dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("kind", STANDARDS)
 def test_standard_layers(kind: str) -> None:
     assert_steps_agree(decoder_of(STANDARDS[kind], STANDARDS["grouped"]), [1, 600, 41, 16])
