@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def _group_loss(
     total = 0.0
     if bool(own.any()):
         # In a token's own range the error relative to what it reaches is the same at every size.
-        per_share = _squared_error(_shares(), LatentQuantizer(dtype, "static", 1.0))  # [COLUMNS]
+        per_share = _unit_error(dtype)  # [COLUMNS]
         total += float((weights[own] * rows[own].square()) @ (counts[own] @ per_share))
     cut = ~own & (rows > 0)
     if bool(cut.any()):
@@ -105,6 +106,12 @@ def _shares() -> Tensor:
     shares = torch.exp2(octave)[:, None] * (1 + (part + within) / 2**COLUMN_BITS)  # [COLUMNS - 1, points]
     shares[0] = 0  # everything smaller than the bins
     return torch.cat((shares, torch.ones(1, _POINTS, dtype=torch.float64)))
+
+
+@cache
+def _unit_error(dtype: CacheDtype) -> Tensor:
+    """`[COLUMNS]` mean squared error of each bin in a range that ends where the values do, over its square."""
+    return _squared_error(_shares(), LatentQuantizer(dtype, "static", 1.0))
 
 
 def _squared_error(values: Tensor, quantizer: LatentQuantizer) -> Tensor:

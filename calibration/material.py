@@ -34,6 +34,7 @@ HUB_TEXT_BYTES = 64 << 20  # what is streamed from the Hub before sampling: minu
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^:/\\]+))?(?::([^:/\\]+))?")
 _SPLIT_NAMES = re.compile(r"(train|validation|valid|test|dev)\b.*")
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+_MESSAGE = "give every message a 'role' and a 'content'"
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("question", "answer"))
 
 
@@ -146,7 +147,11 @@ def content_of(record: Any, where: str) -> Content:
     if isinstance(record, str):
         return record if record.strip() else None
     if not isinstance(record, dict):
-        raise InputError(f"a record is a {type(record).__name__}, not an object", where=where)
+        raise InputError(
+            f"a record is a {type(record).__name__}, not an object",
+            where=where,
+            fix="every record must be a JSON object",
+        )
     for key in ("text", "content"):
         if key in record:
             return _text(record[key], key, where)
@@ -232,7 +237,9 @@ def _spread_blocks(file: MaterialFile, limit: int, chunk: int, rng: Random) -> l
             stride = file.size // count
             return [_block_within(stream, i * stride, (i + 1) * stride, chunk, rng) for i in range(count)]
     except (EOFError, zlib.error, gzip.BadGzipFile) as failure:
-        raise InputError(f"a damaged gzip file: {failure}", where=file.path) from failure
+        raise InputError(
+            f"a damaged gzip file: {failure}", where=file.path, fix="copy or download it again"
+        ) from failure
 
 
 def _block_within(stream: IO[bytes], start: int, end: int, chunk: int, rng: Random) -> Block:
@@ -323,7 +330,11 @@ def _text(value: Any, key: str, where: str) -> Content:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise InputError(f"'{key}' is a {type(value).__name__}, not a string", where=where)
+        raise InputError(
+            f"'{key}' is a {type(value).__name__}, not a string",
+            where=where,
+            fix="give the record its text as a string",
+        )
     return value if value.strip() else None
 
 
@@ -333,10 +344,12 @@ def _messages(value: Any, where: str) -> Content:
     messages = []
     for message in value if isinstance(value, list) else [value]:
         if not isinstance(message, dict):
-            raise InputError(f"a message is a {type(message).__name__}, not an object", where=where)
+            raise InputError(f"a message is a {type(message).__name__}, not an object", where=where, fix=_MESSAGE)
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if role is None:
-            raise InputError(f"a message without a role; its keys: {', '.join(map(str, message))}", where=where)
+            raise InputError(
+                f"a message without a role; its keys: {', '.join(map(str, message))}", where=where, fix=_MESSAGE
+            )
         messages.append({"role": _ROLES.get(role, role), "content": "" if content is None else content})
     return messages if any(message["content"] for message in messages) else None
 
