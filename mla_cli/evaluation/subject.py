@@ -13,7 +13,7 @@ from mla_cli.evaluation.scoring import Quantizers
 from mla_cli.kernels.quantized import LIMITS, normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
-from mla_cli.runtime.loading import computing_dtype, load_to_run, plan_to_run
+from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,11 @@ def load_subject(
     check_kv_dtype(model, kv_dtype)
     plan = plan_to_run(model, kv_dtype, latent_strength)
     chosen = computing_dtype(model, dtype, device, weights)
-    decoder = load_to_run(model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights)
+    on_cpu = device.type == "cpu"
+    decoder = load_to_run(
+        model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights, keep_bfloat16=on_cpu
+    )
+    if on_cpu:
+        add_fast_step(decoder)  # for answers that are written; scores never are steps of one token
     tokenizer = load_tokenizer(model.source.folder)
     return Subject(model.source.name, decoder, tokenizer, plan.quantizers, plan.strength, weights)
