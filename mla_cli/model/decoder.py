@@ -14,6 +14,7 @@ from mla_cli.errors import InputError
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step
 from mla_cli.model.cache import Cache
+from mla_cli.model.large_products import large_products
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -155,8 +156,9 @@ class Decoder(nn.Module):
             return fast(self, tokens, cache)
         step = begin_step(self.spec, tokens.shape, self.device, cache, lengths, self.backend)
         x = self.embed(tokens, step.positions)  # [B, T, D]
-        for layer in self.layers:
-            x = layer(x, step)
+        with large_products(x):
+            for layer in self.layers:
+                x = layer(x, step)
         if cache is not None:
             cache.advance(step.ends)
         return self.norm(x)  # type: ignore[no-any-return]
@@ -175,7 +177,8 @@ class Decoder(nn.Module):
         if self.fast_step is not None and hidden.dim() == 2 and len(hidden) <= FAST_LOGITS:
             return self.fast_step.logits(hidden)
         weight = self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
-        return F.linear(hidden, weight.to(hidden.dtype))
+        with large_products(hidden):
+            return F.linear(hidden, weight.to(hidden.dtype))
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """A decoder that shares embedding, norm and head with this one, described as its layers are."""
