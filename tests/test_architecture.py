@@ -183,7 +183,7 @@ def test_the_program_starts_without_anything_heavy() -> None:
     assert not heavy, "\n".join(heavy)
 
 
-@pytest.mark.parametrize("part", ["checkpoint", "commands", "evaluation", "model", "runtime"])
+@pytest.mark.parametrize("part", ["benchmark", "checkpoint", "commands", "evaluation", "model", "runtime"])
 def test_an_error_that_a_user_causes_says_what_to_do(part: str) -> None:
     without = [
         f"{path.relative_to(ROOT)}:{call.lineno}"

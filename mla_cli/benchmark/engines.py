@@ -5,7 +5,7 @@ Decode is timed on a cache that is filled, not computed: what it holds does not 
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mla_cli.errors import MlaError
+from mla_cli.errors import MlaError, first_line, is_out_of_memory
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder
@@ -24,7 +24,8 @@ class BenchEngine(Protocol):
     """One way to run a model.
 
     Attributes:
-        name: `mla`, `standard` or `transformers`. dtype: computed in. kv_dtype: what most of the cache is stored as.
+        name: `mla`, `standard` or `transformers`. dtype: computed in.
+        kv_dtype: what the cache is stored as (of layers that differ, all, joined by +; rotary keys aside).
         weight_bytes: read by a step.
     """
 
@@ -40,7 +41,7 @@ class BenchEngine(Protocol):
         """One token more a sequence: forward pass, scores, most likely tokens."""
 
     def cache_bytes(self) -> int:
-        """Bytes that a step reads of the cache as it is."""
+        """Bytes of what the cache holds now, which the next step reads."""
 
     def prefill(self, prompts: Tensor) -> None:
         """From prompts `[B, T]` to the first token of each, with a cache of its own."""
@@ -69,8 +70,8 @@ class OurEngine:
         self.weight_bytes = sum(
             tensor.nbytes for name, tensor in decoder.state_dict().items() if tied or "embed_tokens" not in name
         )
+        self.tokens = torch.zeros(1, 1, dtype=torch.int64)  # [B, 1] the last ones
         self._cache: Cache | None = None
-        self._tokens = torch.zeros(1, 1, dtype=torch.int64)
 
     @torch.inference_mode()
     def fill(self, batch: int, context: int, room: int) -> None:
@@ -83,15 +84,15 @@ class OurEngine:
         for layer in cache.layers:
             for store in layer.stores:
                 for name in store.parts:
-                    _randomize(getattr(store, name), generator)
+                    randomize(getattr(store, name), generator)
         self._cache = cache
-        self._tokens = torch.randint(0, self._decoder.spec.vocab_size, (batch, 1), device=device, generator=generator)
+        self.tokens = torch.randint(0, self._decoder.spec.vocab_size, (batch, 1), device=device, generator=generator)
 
     @torch.inference_mode()
     def step(self) -> None:
-        hidden = self._decoder(self._tokens, self._cache)  # [B, 1, D]
-        self._tokens = self._decoder.logits(hidden[:, -1]).argmax(dim=-1, keepdim=True)
-        _wait(self._tokens)
+        hidden = self._decoder(self.tokens, self._cache)  # [B, 1, D]
+        self.tokens = self._decoder.logits(hidden[:, -1]).argmax(dim=-1, keepdim=True)
+        _wait(self.tokens)
 
     def cache_bytes(self) -> int:
         assert self._cache is not None
@@ -113,7 +114,7 @@ class TransformersEngine:
     """A model in transformers, as its `generate` runs it: the default attention and the default cache.
 
     Raises:
-        MlaError: transformers is missing, or does not know the model.
+        MlaError: transformers is missing, or cannot run the model.
     """
 
     name = "transformers"
@@ -122,37 +123,42 @@ class TransformersEngine:
         try:
             import transformers
             from transformers.utils import logging
-
-            logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-            model = model.to(device).eval()
         except ImportError as error:
             raise MlaError("transformers is not installed", fix="pip install transformers") from error
-        except (OSError, ValueError, KeyError) as error:
-            raise MlaError(f"transformers cannot open it: {str(error).splitlines()[0]}", where=folder) from error
-        self._make_cache = transformers.DynamicCache
-        self._model = model
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.dtype = self.kv_dtype = _name(dtype)
-        config = model.config
-        self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._layers, self._vocab = config.num_hidden_layers, config.vocab_size
-        tied = bool(config.tie_word_embeddings)
-        embedding = model.get_input_embeddings().weight
-        self.weight_bytes = sum(p.nbytes for p in model.parameters() if tied or p is not embedding)
-        self._cache: Any = None
-        self._tokens = torch.zeros(1, 1, dtype=torch.int64)
+        self._make_cache: Any = transformers.DynamicCache
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            self._model = model.to(device).eval()
+            self._config = self._model.config
+            known = inspect.signature(self._model.forward).parameters
+            self._cache_name = "cache" if "cache" in known else "past_key_values"  # as it was called before
+            self.fill(1, 1, 2)
+            self.step()
+            self.cache_bytes()
+        except Exception as error:  # of any kind: of a version that is too old, or of a model that it does not know
+            if is_out_of_memory(error):
+                raise
+            raise MlaError(f"it cannot run the model: {first_line(error)}", where=folder) from error
+        self.release()
+        embedding = self._model.get_input_embeddings().weight
+        read = (p for p in self._model.parameters() if self._config.tie_word_embeddings or p is not embedding)
+        self.weight_bytes = sum(p.nbytes for p in read)
 
     @torch.inference_mode()
     def fill(self, batch: int, context: int, room: int) -> None:
-        model, generator = self._model, torch.Generator(device=self._model.device).manual_seed(0)
-        self._cache = self._make_cache()
-        for layer in range(self._layers):
-            shape = (batch, self._heads, context, self._width)
+        model, config = self._model, self._config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        generator = torch.Generator(device=model.device).manual_seed(0)
+        self._cache = self._make_cache(config=config)
+        for layer in range(config.num_hidden_layers):
+            shape = (batch, heads, context, width)
             pair = [torch.randn(shape, dtype=model.dtype, device=model.device, generator=generator) for _ in range(2)]
             self._cache.update(*pair, layer)
-        self._tokens = torch.randint(0, self._vocab, (batch, 1), device=model.device, generator=generator)
+        self._tokens = torch.randint(0, config.vocab_size, (batch, 1), device=model.device, generator=generator)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -161,24 +167,22 @@ class TransformersEngine:
         _wait(self._tokens)
 
     def _forward(self, tokens: Tensor, cache: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of a name that older versions know alone
-            return self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return self._model(tokens, **{self._cache_name: cache}, use_cache=True, logits_to_keep=1)
 
     def cache_bytes(self) -> int:
-        tokens = self._cache.get_seq_length() * len(self._tokens)
-        return 2 * self._layers * self._heads * self._width * self._model.dtype.itemsize * tokens
+        return sum(tensor.nbytes for layer in self._cache.layers for tensor in (layer.keys, layer.values))
 
     @torch.inference_mode()
     def prefill(self, prompts: Tensor) -> None:
-        out = self._forward(prompts, self._make_cache())
+        out = self._forward(prompts.to(self._model.device), self._make_cache(config=self._config))
         _wait(out.logits[:, -1].argmax(dim=-1))
 
     def release(self) -> None:
         self._cache = None
 
 
-def _randomize(tensor: Tensor, generator: torch.Generator) -> None:
+def randomize(tensor: Tensor, generator: torch.Generator) -> None:
+    """Fill a part of a cache, codes or numbers, with what no step stumbles over."""
     if tensor.dtype in (torch.int8, torch.uint8):
         tensor.random_(0, 128, generator=generator)
     elif tensor.dtype == torch.float8_e4m3fn:

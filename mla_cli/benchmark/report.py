@@ -1,18 +1,43 @@
-"""What a benchmark found, as a plain table, as Markdown and as a plot over the context."""
+"""What a benchmark found, as JSON, as a plain table, as Markdown and as a plot over the context."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from mla_cli.checkpoint.disk import check_report_folder, write_report_files
 from mla_cli.report.chart_png import png
 from mla_cli.report.charts import Chart, Series
+
+JSON_NAME, MARKDOWN_NAME, PLOT_NAME = "mla_bench.json", "mla_bench.md", "mla_bench.png"
 
 _COLUMNS = (
     "engine", "computes", "cache", "batch", "context", "ms/step", "spread", "tokens/s", "prefill s", "cache MiB",
     "roofline", "times mla",
 )  # fmt: skip
 _NUMBERS_FROM = 3
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that cannot take the report, before any work (see `check_report_folder`)."""
+    check_report_folder(out, (JSON_NAME, MARKDOWN_NAME, PLOT_NAME))
+
+
+def write_files(report: Mapping[str, Any], out: Path) -> list[Path]:
+    """The report as JSON, as Markdown and, of more than one context, as a plot; gives what was written."""
+    files = {
+        JSON_NAME: (json.dumps(report, ensure_ascii=False, allow_nan=False, indent=2) + "\n").encode(),
+        MARKDOWN_NAME: markdown(report).encode(),
+    }
+    picture = plot(report)
+    if picture is not None:
+        files[PLOT_NAME] = picture
+    written = write_report_files(out, files)
+    if picture is None:
+        (out / PLOT_NAME).unlink(missing_ok=True)  # of an earlier report
+    return written
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -44,7 +69,7 @@ def plot(report: Mapping[str, Any]) -> bytes | None:
 
 
 def _chart(rows: Sequence[Mapping[str, Any]], batch: int) -> Chart:
-    mine = [row for row in rows if row["batch"] == batch]
+    mine = sorted((row for row in rows if row["batch"] == batch), key=lambda row: row["context"])  # stable
     names = list(dict.fromkeys(_engine(row) for row in mine))
     series = tuple(
         Series(
@@ -61,18 +86,19 @@ def _chart(rows: Sequence[Mapping[str, Any]], batch: int) -> Chart:
 
 
 def _engine(row: Mapping[str, Any]) -> str:
-    return f"{row['engine']}, {row['dtype']}"
+    return f"{row['engine']}, {row['kv_dtype']} cache"
 
 
 def _cells(report: Mapping[str, Any]) -> list[list[str]]:
     rows = report["rows"]
+    computes = {(each["engine"], each["kv_dtype"]): each["dtype"] for each in report["engines"]}
     first = {(row["batch"], row["context"]): row["ms_per_step"] for row in reversed(rows) if row["engine"] == "mla"}
     cells = []
     for row in rows:
         base = first.get((row["batch"], row["context"]))
         prefill = "-" if row["prefill_s"] is None else f"{row['prefill_s']:.3g}"
         cells.append([
-            row["engine"], row["dtype"], row["kv_dtype"], str(row["batch"]), f"{row['context']:,}",
+            row["engine"], computes[row["engine"], row["kv_dtype"]], row["kv_dtype"], str(row["batch"]), f"{row['context']:,}",
             f"{row['ms_per_step']:.4g}", f"{row['ms_spread']:.3g}", f"{row['tokens_per_s']:.4g}", prefill,
             f"{row['cache_bytes'] / 2**20:.4g}", f"{row['roofline_share']:.0%}",
             "-" if base is None else f"{row['ms_per_step'] / base:.2f}",

@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,6 +80,42 @@ def check_writable(out: Path) -> None:
         why = "cannot be written to" if parent.is_dir() else "is no folder"
         what = f"the output cannot be created: {parent} {why}"
         raise OutputError(what, where=out, fix="choose another folder") from error
+
+
+def check_report_folder(out: Path, names: Iterable[str]) -> None:
+    """Refuse a folder for a report's files that cannot be one, before any work.
+
+    Raises:
+        OutputError: it is a file, cannot be written to, or holds folders where the files go.
+    """
+    blocking = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+    if blocking is not None:
+        raise OutputError("the report needs a folder, this is a file", where=blocking, fix="choose another --out")
+    for name in names:
+        if (out / name).is_dir():
+            raise OutputError("the report needs a file, this is a folder", where=out / name, fix="choose another --out")
+        check_writable(out / name)
+
+
+def write_report_files(out: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write a report's files to a folder, each whole or not at all; replaces those of an earlier one.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, out, sum(map(len, files.values()))) from error
+    for name, data in files.items():
+        temporary = temporary_sibling(out / name)
+        try:
+            write_file(temporary, data)
+            temporary.replace(out / name)
+        except BaseException:
+            remove(temporary)
+            raise
+    return [out / name for name in files]
 
 
 def temporary_sibling(path: Path, kind: str = "tmp") -> Path:

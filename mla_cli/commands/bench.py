@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,16 +15,8 @@ from mla_cli.runtime import choices
 
 
 def _whole_numbers(text: str) -> str:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+    if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part.strip()) for part in text.split(",")):
         raise typer.BadParameter(f"'{text}' is no list of whole numbers from 1, such as 1,4.")
-    return text
-
-
-def _engine_names(text: str) -> str:
-    unknown = [name for name in text.split(",") if name.strip() not in ("mla", "standard", "transformers")]
-    if unknown:
-        raise typer.BadParameter(f"there is no engine '{unknown[0]}'; choose from mla, standard, transformers.")
     return text
 
 
@@ -33,7 +26,11 @@ def bench(
     batch: Annotated[
         str,
         typer.Option(
-            "--batch", metavar="A,B,...", help="Sequences at a time.", rich_help_panel=METHOD, callback=_whole_numbers
+            "--batch",
+            metavar="A,B,...",
+            help="Sequences that decode together.",
+            rich_help_panel=METHOD,
+            callback=_whole_numbers,
         ),
     ] = "1,4",
     context: Annotated[
@@ -41,25 +38,27 @@ def bench(
         typer.Option(
             "--context",
             metavar="A,B,...",
-            help="Tokens that each sequence holds.",
+            help="Tokens that each sequence holds in the end.",
             rich_help_panel=METHOD,
             callback=_whole_numbers,
         ),
     ] = "512,2048,8192",
     new_tokens: Annotated[
-        int, typer.Option("--new-tokens", metavar="N", min=1, help="Steps timed for each.", rich_help_panel=METHOD)
+        int,
+        typer.Option(
+            "--new-tokens", metavar="N", min=1, help="Steps timed for each pair of these.", rich_help_panel=METHOD
+        ),
     ] = 32,
     prefill: Annotated[
-        bool, typer.Option("--prefill/--no-prefill", help="Also time reading the prompts.", rich_help_panel=METHOD)
+        bool, typer.Option("--prefill/--no-prefill", help="Also time prompts of each length.", rich_help_panel=METHOD)
     ] = True,
     engines: Annotated[
         str,
         typer.Option(
             "--engines",
-            metavar="A,B,...",
             help="mla: CKPT in our runtime; standard and transformers: the baseline in ours, and there.",
             rich_help_panel=METHOD,
-            callback=_engine_names,
+            **options.several_of("mla", "standard", "transformers"),
         ),
     ] = "mla,standard,transformers",
     out: Annotated[
@@ -72,7 +71,7 @@ def bench(
         str,
         typer.Option(
             "--kv-dtype",
-            help="How latents are cached; auto: as calibrated.",
+            help="How CKPT's latents are cached; auto: as calibrated, else as its weights are stored.",
             rich_help_panel=RUNTIME,
             **options.one_of(*choices.KV_DTYPES, aliases=choices.KV_DTYPE_ALIASES),
         ),
@@ -85,9 +84,9 @@ def bench(
 ) -> None:
     """Time decoding and prompts over batch sizes and context lengths.
 
-    All engines take their steps in turn, so that a busy machine slows them alike: compare by ratio. With --baseline the model
-    that CKPT was made from runs beside it, in our runtime with its standard cache, and in transformers (in float32 and
-    bfloat16, unless --dtype names one). Decode is timed on a cache that is filled, not computed.
+    With --baseline the model that CKPT was made from runs beside it: in our runtime with its standard cache, and in
+    transformers, if installed (in float32 and bfloat16, unless --dtype names one). All take their steps in turn, so
+    that a busy machine slows them alike: compare by ratio. Decode is timed on a cache that is filled, not computed.
 
     Examples:
 
@@ -96,16 +95,18 @@ def bench(
       mla bench out --batch 1,8 --context 1024,4096 --no-prefill --json
     """
     options.setup_runtime(threads, 0, quiet, debug)
-    from mla_cli.benchmark.report import table
-    from mla_cli.benchmark.run import BenchOptions, write_files
+    from mla_cli.benchmark import report as reports
+    from mla_cli.benchmark.run import BenchOptions
     from mla_cli.benchmark.run import bench as run
 
+    if out is not None:
+        reports.check_out(out)
     chosen = BenchOptions(
         batch=_numbers(batch),
         context=_numbers(context),
         new_tokens=new_tokens,
         prefill=prefill,
-        engines=tuple(name.strip() for name in engines.split(",")),
+        engines=tuple(engines.split(",")),
         kv_dtype=kv_dtype,
         weights=weights,
         dtype=options.resolve_dtype(dtype),
@@ -114,9 +115,9 @@ def bench(
     if json:
         console.result_json(report)
     else:
-        console.result(table(report))
+        console.result(reports.table(report))
     if out is not None:
-        for file in write_files(report, out):
+        for file in reports.write_files(report, out):
             console.note(f"wrote {file}")
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_cli.checkpoint.disk import check_writable, disk_error, remove, temporary_sibling, write_file
-from mla_cli.errors import MlaError, OutputError
+from mla_cli.checkpoint.disk import check_report_folder, write_report_files
+from mla_cli.errors import MlaError
 from mla_cli.evaluation.results import Measured, TaskResult
 from mla_cli.evaluation.statistics import paired_interval, relative_drop_percent, standard_error, within
 
@@ -176,21 +176,7 @@ def write_report(report: Report, out: Path) -> list[Path]:
         OutputError: it cannot be written.
     """
     text = json.dumps(report.as_json(), ensure_ascii=False, allow_nan=False, indent=2) + "\n"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(error, out, len(text)) from error
-    written = []
-    for name, content in ((MARKDOWN_NAME, report.markdown()), (JSON_NAME, text)):
-        temporary = temporary_sibling(out / name)
-        try:
-            write_file(temporary, content.encode())
-            temporary.replace(out / name)
-        except BaseException:
-            remove(temporary)
-            raise
-        written.append(out / name)
-    return written
+    return write_report_files(out, {MARKDOWN_NAME: report.markdown().encode(), JSON_NAME: text.encode()})
 
 
 def check_out(out: Path) -> None:
@@ -199,13 +185,7 @@ def check_out(out: Path) -> None:
     Raises:
         OutputError: it is a file, cannot be written to, or holds folders where the report's files go.
     """
-    blocking = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
-    if blocking is not None:
-        raise OutputError("the report needs a folder, this is a file", where=blocking, fix="choose another --out")
-    for name in (MARKDOWN_NAME, JSON_NAME):
-        if (out / name).is_dir():
-            raise OutputError("the report needs a file, this is a folder", where=out / name, fix="choose another --out")
-    check_writable(out / JSON_NAME)
+    check_report_folder(out, (MARKDOWN_NAME, JSON_NAME))
 
 
 def _metric(results: Mapping[str, TaskResult], task: str, name: str) -> Measured | None:

@@ -106,8 +106,9 @@ def _lines(axes: Axes, chart: Chart) -> None:
             axes.plot(line.x, ys, color=QUIET, linewidth=0.7, alpha=0.6)
         else:
             style = colour % len(PALETTE)
+            other = (colour + colour // len(PALETTE)) % len(DASHES)  # a fourth line is no copy of the first
             axes.plot(
-                line.x, ys, DASHES[style], color=PALETTE[style], marker=SHAPES[style], markersize=4,
+                line.x, ys, DASHES[other], color=PALETTE[style], marker=SHAPES[other], markersize=4,
                 markevery=max(1, len(ys) // 16), label=line.name,
             )  # fmt: skip
             colour += 1

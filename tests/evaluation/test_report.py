@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mla_cli.checkpoint import disk
 from mla_cli.errors import OutputError
-from mla_cli.evaluation import report as reports
 from mla_cli.evaluation.report import Report, check_out, compare_tasks, write_report
 from mla_cli.evaluation.results import Measured, TaskResult
 from mla_cli.evaluation.statistics import Items, value
@@ -109,7 +109,7 @@ def test_an_interrupted_write_leaves_no_report(tmp_path: Path, monkeypatch: pyte
         path.write_bytes(data[: len(data) // 2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reports, "write_file", interrupted)
+    monkeypatch.setattr(disk, "write_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_report(found, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

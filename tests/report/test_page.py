@@ -12,8 +12,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
-from mla_cli.report.charts import PALETTE, charts, spectrum_points
+from mla_cli.report import chart_png
+from mla_cli.report.charts import PALETTE, Chart, Series, charts, spectrum_points
 from mla_cli.report.page import report_page, report_plot
 from tests.report.support import HOSTILE, Page
 
@@ -243,6 +245,14 @@ def contrast(first: str, second: str) -> float:
 
     low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
+
+
+def test_no_two_lines_of_a_picture_look_alike() -> None:
+    axes = Figure().add_subplot()
+    series = tuple(Series(f"line {i}", (1.0, 2.0), (1.0, 2.0)) for i in range(9))
+    chart_png._lines(axes, Chart("many", "many", "lines", "x", "y", "nine lines", series))
+    looks = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()]
+    assert len(set(looks)) == 9
 
 
 def test_a_report_read_back_from_its_file_gives_the_same_page_and_picture() -> None:
