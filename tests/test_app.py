@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -324,6 +324,12 @@ def test_control_c_before_the_program_has_started_is_silent(imported: str, ignor
     assert (done.returncode, done.stderr) == (0 if ignored else 130, b"")
 
 
+def processor_seconds() -> float:
+    """What this process's children have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("arguments", [["--help"], *[[command.name, "--help"] for command in COMMANDS]])
 def test_help_is_fast_and_loads_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
@@ -334,10 +340,10 @@ def test_help_is_fast_and_loads_nothing_heavy(arguments: list[str]) -> None:
     assert not heavy, heavy
     """
     seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        started = time.perf_counter()
+    for _ in range(3):  # the best of three, by the time it computes: the machine may be busy
+        started = processor_seconds()
         subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, timeout=60)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(processor_seconds() - started)
         if seconds[-1] < 0.5:
             return
     pytest.fail(f"{arguments} took {min(seconds):.2f} s")

@@ -129,9 +129,11 @@ def command(
 
     names = tasks_in_reach(data) if tasks is None else split_names(tasks)
     options.setup_runtime(threads, seed, quiet, debug)
+    from mla_cli.calibration.precision import keep_freed_memory
     from mla_cli.evaluation import report as reports
     from mla_cli.evaluation.run import evaluate as run
 
+    keep_freed_memory()
     if out is not None:
         reports.check_out(out)
     if tasks is None:

@@ -23,8 +23,9 @@ Quantizers = tuple[LatentQuantizer | None, ...]
 CPU_TOKENS = 1024
 CUDA_TOKENS = 32768
 
-# Numbers in one block of logits: 256 MiB in float32, whatever the vocabulary.
-LOGITS_BLOCK = 2**26
+# Numbers in one block of logits, whatever the vocabulary: 16 MiB in float32 stay in a CPU's caches until they are summed up.
+LOGITS_BLOCK = 2**22
+CUDA_LOGITS_BLOCK = 2**26
 
 # Below this a shared context costs less to repeat than to copy from a cache.
 MIN_SHARED_CONTEXT = 16
@@ -176,7 +177,8 @@ def token_scores(decoder: Decoder, hidden: Tensor, targets: Sequence[int]) -> tu
     """
     wanted = torch.tensor(targets, device=hidden.device)
     logprobs, hits = [], []
-    size = max(1, LOGITS_BLOCK // decoder.spec.vocab_size)
+    block = CUDA_LOGITS_BLOCK if hidden.is_cuda else LOGITS_BLOCK
+    size = max(1, block // decoder.spec.vocab_size)
     for states, ids in zip(torch.split(hidden, size), torch.split(wanted, size), strict=True):
         logits = decoder.logits(states).float()  # [p, V]
         logprobs.append(logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1))

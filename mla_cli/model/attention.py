@@ -16,6 +16,8 @@ from mla_cli.model.spec import LatentAttentionSpec, RotarySpec, StandardAttentio
 
 Record = dict[str, Tensor]
 
+# Tokens of a sequence and scores of a step, up to which a step on a CPU attends to its cache by plain products.
+FEW_TOKENS, MOST_SCORES = 64, 1 << 24
 PRODUCTS_UP_TO = 1024  # tokens: beyond, the scores of a training step cost more memory than they save time
 
 
@@ -68,6 +70,9 @@ def _explicit(
     by_products = step.backend == "training" and q.device.type == "cpu" and q.dtype == torch.bfloat16
     if by_products and visible is None and softcap is None and q.shape[1] <= PRODUCTS_UP_TO:
         return torch_ops.causal_attention_by_products(q, k, v, scale)
+    few = q.device.type == "cpu" and q.dtype == torch.float32 and 1 < q.shape[1] <= FEW_TOKENS
+    if few and visible is not None and softcap is None and visible.numel() * q.shape[2] <= MOST_SCORES:
+        return torch_ops.masked_attention_by_products(q, k, v, visible, scale)
     return torch_ops.attention(q, k, v, visible, scale, softcap)
 
 
