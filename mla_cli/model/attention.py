@@ -18,6 +18,7 @@ Record = dict[str, Tensor]
 
 # Tokens of a sequence and scores of a step, up to which a step on a CPU attends to its cache by plain products.
 FEW_TOKENS, MOST_SCORES = 64, 1 << 24
+LEAST_SCORES = 1 << 18  # a sequence, from which on products in blocks are faster than fused attention in bfloat16
 PRODUCTS_UP_TO = 1024  # tokens: beyond, the scores of a training step cost more memory than they save time
 
 
@@ -70,6 +71,9 @@ def _explicit(
     by_products = step.backend == "training" and q.device.type == "cpu" and q.dtype == torch.bfloat16
     if by_products and visible is None and softcap is None and q.shape[1] <= PRODUCTS_UP_TO:
         return torch_ops.causal_attention_by_products(q, k, v, scale)
+    narrow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and step.backend == "torch"
+    if narrow and softcap is None and q.shape[1] > FEW_TOKENS and q.shape[1] * k.shape[1] >= LEAST_SCORES:
+        return torch_ops.attention_in_blocks(q, k, v, visible, scale)
     few = q.device.type == "cpu" and q.dtype == torch.float32 and 1 < q.shape[1] <= FEW_TOKENS
     if few and visible is not None and softcap is None and visible.numel() * q.shape[2] <= MOST_SCORES:
         return torch_ops.masked_attention_by_products(q, k, v, visible, scale)
@@ -157,11 +161,13 @@ class LatentAttention(nn.Module):
             k_rope = rotate(k_rope, cos, sin, interleaved=s.interleaved)
         if step.cache is not None:
             latent, k_rope = step.cache.write(self.layer, step.positions, latent, k_rope)
-        if step.fresh and step.backend != "reference":
+        if step.cache is not None and not step.fresh:
+            latent, k_rope = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, r], [B, S, rope]
+        # Many tokens are cheaper with keys and values rebuilt, whatever they attend to.
+        many = x.device.type == "cpu" and x.shape[1] > FEW_TOKENS
+        if (step.fresh or many) and step.backend != "reference":
             out = self._rebuilt(q_nope, q_rope, latent, k_rope, step)
         else:
-            if step.cache is not None and not step.fresh:
-                latent, k_rope = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, r], [B, S, rope]
             out = self._absorbed(q_nope, q_rope, latent, k_rope, step.visible(s.window), step)
         if record is not None:
             record["heads"] = out

@@ -131,3 +131,20 @@ def test_a_few_tokens_by_products_attend_as_the_reference_does(heads: int, group
     scores = torch.einsum("bthd,bshd->bhts", q, whole[0]) * 0.3
     weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(dim=-1)
     torch.testing.assert_close(found, torch.einsum("bhts,bshd->bthd", weights, whole[1]))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("block", [1, 100, 1 << 21])
+def test_blocks_of_tokens_attend_as_the_reference_does(
+    masked: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_ops, "BLOCK_SCORES", block)
+    monkeypatch.setattr(torch_ops, "LEAST_BLOCK", 5)
+    generator = torch.Generator().manual_seed(block)
+    b, t, s, d = 2, 23, 40 if masked else 23, 8
+    q, k = (torch.randn(b, n, h, d, generator=generator, dtype=torch.float64) for n, h in ((t, 6), (s, 2)))
+    v = torch.randn(b, s, 2, 5, generator=generator, dtype=torch.float64)
+    positions = torch.arange(s - t, s).expand(b, t) - torch.tensor([[0], [9]])  # the second sequence is shorter
+    visible = reference.visible_keys(positions, s, 11) if masked else None
+    found = torch_ops.attention_in_blocks(q, k, v, visible, 0.3)
+    torch.testing.assert_close(found, torch_ops.attention(q, k, v, visible, 0.3))
