@@ -6,9 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Scores of a block of tokens (4 MiB in bfloat16), and its least tokens.
-BLOCK_SCORES, LEAST_BLOCK = 1 << 21, 32
-
 
 def latent_attention(
     q_latent: Tensor,
@@ -97,56 +94,6 @@ def causal_attention_by_products(query: Tensor, key: Tensor, value: Tensor, scal
     later = torch.full((t, t), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
     scores = torch.baddbmm(later.expand(b * h, t, t), q, k, alpha=scale)  # [B*H, T, T]
     return torch.bmm(scores.softmax(dim=-1), v).view(b, h, t, -1).transpose(1, 2)  # [B, T, H, d_v]
-
-
-def attention_in_blocks(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Attention of many tokens in bfloat16 on a CPU, by products over as many tokens as keep their scores in its caches.
-
-    Keys that none of them sees are left out; scores are rounded to the type of `query`. Arguments as in `attention`. PyTorch's
-    fused attention takes three times as long: it computes with an eighth of what its matrix products reach.
-    """
-    b, t, h, d = query.shape
-    s, groups = key.shape[1], key.shape[2]
-    each = h // groups
-    size = max(LEAST_BLOCK, BLOCK_SCORES // (each * s))
-    query = (query * scale).view(b, t, groups, each, d)
-    out = query.new_empty(b, t, groups, each, value.shape[-1])
-    if visible is None:
-        visible = torch.ones(t, s, dtype=torch.bool, device=query.device).tril()[None]
-    for row in range(b):
-        seen = visible[row if len(visible) > 1 else 0]  # [T, S]
-        blocks = []
-        for start in range(0, t, size):
-            block = slice(start, min(t, start + size))
-            places = seen[block].any(dim=0).nonzero()
-            keys = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 1)
-            later = torch.zeros(seen[block, keys].shape, dtype=query.dtype, device=query.device)
-            blocks.append((block, keys, later.masked_fill_(~seen[block, keys], float("-inf"))[:, None]))
-        for group in range(groups):
-            k, v = key[row, :, group].t(), value[row, :, group]  # [d, S], [S, d_v]
-            for block, keys, later in blocks:
-                q = query[row, block, group].reshape(-1, d)  # [n*H/G, d]
-                scores = torch.mm(q, k[:, keys]).view(-1, each, later.shape[-1]).add_(later)
-                weights = scores.softmax(dim=-1).view(len(q), -1)
-                out[row, block, group] = torch.mm(weights, v[keys]).view(-1, each, v.shape[-1])
-    return out.flatten(2, 3)
-
-
-def masked_attention_by_products(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attention of a few tokens on what came before, as two batched products; arguments as in `attention`.
-
-    The heads of a group are query rows over the same keys, which are not repeated. On a CPU PyTorch's fused attention takes
-    several times as long for tens of tokens over some hundred keys.
-    """
-    b, t, h, d = query.shape
-    s, g = key.shape[1], key.shape[2]
-    q = query.view(b, t, g, h // g, d).permute(0, 2, 3, 1, 4).reshape(b * g, -1, d)  # [B*G, H/G*T, d]
-    k = key.permute(0, 2, 3, 1).reshape(b * g, d, s)
-    v = value.transpose(1, 2).reshape(b * g, s, -1)
-    hidden = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
-    scores = torch.bmm(q, k).mul_(scale).view(b, h, t, s).add_(hidden[:, None])
-    out = torch.bmm(scores.softmax(dim=-1).view(b * g, -1, s), v)  # [B*G, H/G*T, d_v]
-    return out.view(b, h, t, -1).transpose(1, 2)
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float) -> Tensor:

@@ -11,6 +11,7 @@ namespace mla {
 constexpr int TOKENS = LANES;
 
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+inline int64_t paired(int64_t n) { return (n + 31) / 32 * 32; }  // channels of a row of a block
 
 // What one task of attention works with.
 struct Tile {

@@ -10,8 +10,6 @@ namespace mla {
 
 constexpr int BLOCK = 2 * TOKENS;  // tokens at a time, two vectors of scores a head
 
-inline int64_t paired(int64_t n) { return (n + 31) / 32 * 32; }  // channels of a row of a block
-
 inline vf add_products(vf acc, __m512i a, __m512i b) {
   return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 }
@@ -29,32 +27,6 @@ inline __m512i some_of_32(const T* p, int n) {
   T held[32] = {};
   memcpy(held, p, n * sizeof(T));
   return thirty_two(held);
-}
-
-// Rows become columns, 16 x 16, with shuffles that need no index.
-inline void turn_block(__m512* r) {
-  __m512 a[16], b[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-    a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++) {  // column 2 j or 2 j + 1 of each four, of four rows
-      b[i + 2 * j] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
-      b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
-    }
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; k++) {  // columns k, k + 4, k + 8, k + 12
-    __m512 low = _mm512_shuffle_f32x4(b[k], b[k + 4], 0x88), high = _mm512_shuffle_f32x4(b[k], b[k + 4], 0xdd);
-    __m512 low2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0x88), high2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0xdd);
-    r[k] = _mm512_shuffle_f32x4(low, low2, 0x88);
-    r[k + 4] = _mm512_shuffle_f32x4(high, high2, 0x88);
-    r[k + 8] = _mm512_shuffle_f32x4(low, low2, 0xdd);
-    r[k + 12] = _mm512_shuffle_f32x4(high, high2, 0xdd);
-  }
 }
 
 // Of up to SIZE tokens, as bfloat16, zeros behind them, either or both of
@@ -90,7 +62,7 @@ inline void arrange(const T* from, int64_t stride, int tokens, int width, uint32
         }
       }
       if (turned) {
-        turn_block((__m512*)block);
+        transpose(block);
         for (int i = 0; i < LANES; i++) memcpy(turned + (c / 2 + i) * SIZE + t0, &block[i], 64);
       }
     }

@@ -57,7 +57,7 @@ inline void arrange_codes(const int8_t* from, int64_t stride, int tokens, int wi
         _mm512_storeu_si512(to + 32, _mm512_unpacklo_epi16(ba, fe));
         _mm512_storeu_si512(to + 48, _mm512_unpackhi_epi16(ba, fe));
       }
-      turn_block(block);
+      transpose(block);
       for (int i = 0; i < LANES; i++) memcpy(turned + (c / 4 + i) * LONG_BLOCK + t0, &block[i], 64);
     }
   }

@@ -19,9 +19,9 @@ from ctypes import POINTER, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from mla_cli.kernels.cpu.structures import STRUCTURES, StepStruct
+from mla_cli.kernels.cpu.structures import STRUCTURES, PromptStruct, StepStruct
 
-VERSION = 1
+VERSION = 2
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
 PATIENCE = 300  # seconds for the compiler; on a busy machine it takes half a minute
 _SOURCES = Path(__file__).parent
@@ -42,11 +42,17 @@ class CpuLibrary:
             raise OSError(f"{file} belongs to another version")
         self._step, self._linear = library.mla_step, library.mla_linear
         self._step.argtypes, self._step.restype = (POINTER(StepStruct),), None
+        self._prompt = library.mla_prompt
+        self._prompt.argtypes, self._prompt.restype = (POINTER(PromptStruct),), None
         self._linear.argtypes, self._linear.restype = (c_void_p, c_void_p, c_int, c_void_p, c_int), None
 
     def step(self, step: StepStruct) -> None:
         """One token more for every sequence (see `step.cpp`)."""
         self._step(step)
+
+    def prompt(self, prompt: PromptStruct) -> None:
+        """Attention of many tokens (see `prompt.h`)."""
+        self._prompt(prompt)
 
     def linear(self, linear: ctypes.Structure, x: int, rows: int, out: int, threads: int) -> None:
         """`out = x w^T`: float32 `[rows, n]` from `[rows, k]`, both given by address and contiguous."""
@@ -113,6 +119,6 @@ def _compile(compiler: list[str], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # put in place whole, also where two processes compile
         made = Path(folder) / "step.so"
-        command = [*compiler, *FLAGS, str(_SOURCES / "step.cpp"), "-o", str(made)]
+        command = [*compiler, *FLAGS, *(str(each) for each in sorted(_SOURCES.glob("*.cpp"))), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
         os.replace(made, file)

@@ -164,6 +164,34 @@ inline fp8 to_fp8(float x) {  // |x| <= 448, round half to even
   return {(uint8_t)(sign | (uint8_t)((u >> 20) - (120 << 3)))};
 }
 
+#if defined(__AVX512F__)
+// Rows become columns, 16 x 16, with shuffles that need no index.
+inline void transpose(vf* rows) {
+  __m512* r = (__m512*)rows;
+  __m512 a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {  // column 2 j or 2 j + 1 of each four, of four rows
+      b[i + 2 * j] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
+      b[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + j], (__m512d)a[i + j + 2]);
+    }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {  // columns k, k + 4, k + 8, k + 12
+    __m512 low = _mm512_shuffle_f32x4(b[k], b[k + 4], 0x88), high = _mm512_shuffle_f32x4(b[k], b[k + 4], 0xdd);
+    __m512 low2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0x88), high2 = _mm512_shuffle_f32x4(b[k + 8], b[k + 12], 0xdd);
+    r[k] = _mm512_shuffle_f32x4(low, low2, 0x88);
+    r[k + 4] = _mm512_shuffle_f32x4(high, high2, 0x88);
+    r[k + 8] = _mm512_shuffle_f32x4(low, low2, 0xdd);
+    r[k + 12] = _mm512_shuffle_f32x4(high, high2, 0xdd);
+  }
+}
+#else
 #define MLA_LANES_4(f, s, b) f(b, s), f(b + 1, s), f(b + 2, s), f(b + 3, s)
 #define MLA_LANES(f, s) MLA_LANES_4(f, s, 0), MLA_LANES_4(f, s, 4), MLA_LANES_4(f, s, 8), MLA_LANES_4(f, s, 12)
 #define MLA_UPPER(j, s) (((j) & (s)) ? 16 + (j) - (s) : (j))
@@ -177,12 +205,12 @@ inline void exchange(vf* r) {
       r[i + S] = __builtin_shufflevector(a, b, MLA_LANES(MLA_LOWER, S));
     }
 }
-// Rows become columns: 16 x 16.
 inline void transpose(vf* r) {
   exchange<8>(r);
   exchange<4>(r);
   exchange<2>(r);
   exchange<1>(r);
 }
+#endif
 
 }  // namespace mla

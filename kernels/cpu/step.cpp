@@ -362,7 +362,9 @@ Engine& engine() {
 }  // namespace mla
 
 extern "C" {
-int mla_version() { return 1; }
+int64_t mla_prompt_size();  // see prompt.cpp
+
+int mla_version() { return 2; }
 void mla_step(mla::Step* step) { mla::engine().step(*step); }
 void mla_linear(const mla::Linear* l, const float* x, int rows, float* out, int threads) {
   mla::engine().linear(*l, x, rows, out, threads);
@@ -373,5 +375,6 @@ void mla_sizes(int64_t* out) {  // so that a mirror of these structures that has
   out[2] = sizeof(mla::Store);
   out[3] = sizeof(mla::Layer);
   out[4] = sizeof(mla::Step);
+  out[5] = mla_prompt_size();
 }
 }

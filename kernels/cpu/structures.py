@@ -59,4 +59,19 @@ class StepStruct(Structure):
     )  # fmt: skip
 
 
-STRUCTURES = (LinearStruct, NormStruct, StoreStruct, LayerStruct, StepStruct)
+class PromptStruct(Structure):
+    """Attention of many tokens, as `Prompt` of `prompt.h`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "q_rope", "k", "k_rope", "v", "out", "positions")),
+        *((f"{name}_{axis}", c_int64) for name in ("q", "q_rope", "k") for axis in ("row", "token", "head")),
+        ("k_rope_row", c_int64), ("k_rope_token", c_int64),
+        *((f"v_{axis}", c_int64) for axis in ("row", "token", "head")),
+        *((name, c_int32) for name in (
+            "batch", "tokens", "keys", "heads", "kv_heads", "own", "shared", "v_dim", "window", "type", "threads",
+        )),
+        ("scale", c_float), ("softcap", c_float), ("pad", c_int32),
+    )  # fmt: skip
+
+
+STRUCTURES = (LinearStruct, NormStruct, StoreStruct, LayerStruct, StepStruct, PromptStruct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,7 @@ from mla_cli.model.spec import LatentAttentionSpec, RotarySpec, StandardAttentio
 
 Record = dict[str, Tensor]
 
-# Tokens of a sequence and scores of a step, up to which a step on a CPU attends to its cache by plain products.
-FEW_TOKENS, MOST_SCORES = 64, 1 << 24
-LEAST_SCORES = 1 << 18  # a sequence, from which on products in blocks are faster than fused attention in bfloat16
+FEW_TOKENS = 64  # of a step on a CPU, up to which it attends to the latents of its cache and not to rebuilt keys
 PRODUCTS_UP_TO = 1024  # tokens: beyond, the scores of a training step cost more memory than they save time
 
 
@@ -31,6 +30,7 @@ class Step:
         cache: where earlier tokens are, or None.
         keys: key places to read, `S`; `fresh`: no earlier tokens, so the step attends to itself alone.
         backend: `torch`, `reference`, or `training`: as torch, by operators whose backward pass is fast (fresh steps only).
+        attend: a faster kernel for attention of many tokens; None: there is none.
     """
 
     positions: Tensor
@@ -39,6 +39,7 @@ class Step:
     cache: Cache | None = None
     fresh: bool = True
     backend: str = "torch"
+    attend: FastAttention | None = None
     _tables: dict[RotarySpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _visible: dict[int | None, Tensor | None] = field(default_factory=dict)
     _chunks: dict[int, Chunks] = field(default_factory=dict)
@@ -63,21 +64,51 @@ class Step:
         return self._chunks[size]
 
 
+class FastAttention(Protocol):
+    """Attention of many tokens without a gradient (see `kernels.cpu.prompt`)."""
+
+    def takes(self, *inputs: Tensor) -> bool:
+        """Whether it can read these queries, keys and values."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first: Tensor,
+        scale: float,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`[B, T, H, d_v]`; see `PromptAttention`."""
+
+
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, step: Step, window: int | None, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    spec: StandardAttentionSpec | LatentAttentionSpec,
+    rope: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention with explicit keys and values, `[B, T, H, d_v]`, by the operator that suits the step."""
-    visible = step.visible(window)
+    """Attention with explicit keys and values, `[B, T, H, d_v]`, by the operator that suits the step.
+
+    `rope` are more channels of the queries, `[B, T, H, d_R]`, and of the keys, `[B, S, d_R]`, which all heads share.
+    """
+    fast = step.attend
+    if fast is not None and step.backend == "torch" and q.shape[1] > 1 and fast.takes(q, k, v, *(rope or ())):
+        first = step.positions[:, 0]
+        return fast(q, k, v, first, spec.scale, rope=rope, window=spec.window, softcap=spec.softcap)
+    if rope is not None:
+        q = torch.cat((q, rope[0]), dim=-1)
+        k = torch.cat((k, rope[1][:, :, None].expand(-1, -1, k.shape[2], -1)), dim=-1)
+    visible = step.visible(spec.window)
     by_products = step.backend == "training" and q.device.type == "cpu" and q.dtype == torch.bfloat16
-    if by_products and visible is None and softcap is None and q.shape[1] <= PRODUCTS_UP_TO:
-        return torch_ops.causal_attention_by_products(q, k, v, scale)
-    narrow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and step.backend == "torch"
-    if narrow and softcap is None and q.shape[1] > FEW_TOKENS and q.shape[1] * k.shape[1] >= LEAST_SCORES:
-        return torch_ops.attention_in_blocks(q, k, v, visible, scale)
-    few = q.device.type == "cpu" and q.dtype == torch.float32 and 1 < q.shape[1] <= FEW_TOKENS
-    if few and visible is not None and softcap is None and visible.numel() * q.shape[2] <= MOST_SCORES:
-        return torch_ops.masked_attention_by_products(q, k, v, visible, scale)
-    return torch_ops.attention(q, k, v, visible, scale, softcap)
+    if by_products and visible is None and spec.softcap is None and q.shape[1] <= PRODUCTS_UP_TO:
+        return torch_ops.causal_attention_by_products(q, k, v, spec.scale)
+    return torch_ops.attention(q, k, v, visible, spec.scale, spec.softcap)
 
 
 class StandardAttention(nn.Module):
@@ -107,7 +138,7 @@ class StandardAttention(nn.Module):
             k, v = step.cache.write(self.layer, step.positions, k, v)
             if not step.fresh:
                 k, v = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, G, d]
-        out = _explicit(q, k, v, step, s.window, s.scale, s.softcap)  # [B, T, H, d]
+        out = _explicit(q, k, v, step, s)  # [B, T, H, d]
         if record is not None:
             record["heads"] = out
         return self.o_proj(out.flatten(-2))
@@ -204,9 +235,8 @@ class LatentAttention(nn.Module):
         s = self.spec
         kv = self.kv_b_proj(latent).unflatten(-1, (s.num_heads, -1))  # [B, T, H, nope+v]
         k_nope, v = kv.split((s.qk_nope_head_dim, s.v_head_dim), dim=-1)
-        query = torch.cat((q_nope, q_rope), dim=-1)  # [B, T, H, nope+rope]
-        key = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, s.num_heads, -1)), dim=-1)
-        return _explicit(query, key, v, step, s.window, s.scale, s.softcap)  # [B, T, H, v]
+        rope = (q_rope, k_rope) if s.qk_rope_head_dim else None
+        return _explicit(q_nope, k_nope, v, step, s, rope)  # [B, T, H, v]
 
     def _absorbed(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor | None, step: Step

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mla_cli.errors import InputError
 from mla_cli.kernels.quantized import LatentQuantizer
-from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step
+from mla_cli.model.attention import FastAttention, LatentAttention, Record, StandardAttention, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.large_products import large_products
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
@@ -110,6 +110,7 @@ class Decoder(nn.Module):
 
     Attributes:
         backend: see `Step`. fast_step: computes steps of one token; None: they are computed as all others.
+        fast_attention: computes the attention of longer steps; None: PyTorch does.
         computes_in: the type of activations; None: that of the embedding. (Weights may be kept narrower.)
     """
 
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.backend = "torch"
         self.fast_step: FastStep | None = None
+        self.fast_attention: FastAttention | None = None
         self.computes_in: torch.dtype | None = None
         self.embed_tokens = _table(spec.vocab_size, spec.hidden_size)
         if spec.learned_positions:
@@ -155,6 +157,7 @@ class Decoder(nn.Module):
         if fast is not None and cache is not None and lengths is None and tokens.shape[1] == 1 and fast.takes(cache):
             return fast(self, tokens, cache)
         step = begin_step(self.spec, tokens.shape, self.device, cache, lengths, self.backend)
+        step.attend = self.fast_attention
         x = self.embed(tokens, step.positions)  # [B, T, D]
         with large_products(x):
             for layer in self.layers:

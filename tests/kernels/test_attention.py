@@ -114,37 +114,3 @@ def test_standard_attention_by_hand(heads: int, groups: int, tokens: int, softca
             scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         torch.testing.assert_close(found[:, :, head], weights @ v[:, :, group], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (3, 1)])
-def test_a_few_tokens_by_products_attend_as_the_reference_does(heads: int, groups: int) -> None:
-    generator = torch.Generator().manual_seed(heads)
-    b, t, s, d = 3, 7, 19, 8
-    q, k = (torch.randn(b, n, h, d, generator=generator, dtype=torch.float64) for n, h in ((t, heads), (s, groups)))
-    v = torch.randn(b, s, groups, 5, generator=generator, dtype=torch.float64)
-    visible = torch.rand(b, t, s, generator=generator) < 0.5
-    visible[..., 0] = True
-    found = torch_ops.masked_attention_by_products(q, k, v, visible, 0.3)
-    expected = torch_ops.attention(q, k, v, visible, 0.3)
-    torch.testing.assert_close(found, expected)
-    whole = k.repeat_interleave(heads // groups, dim=2), v.repeat_interleave(heads // groups, dim=2)
-    scores = torch.einsum("bthd,bshd->bhts", q, whole[0]) * 0.3
-    weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(dim=-1)
-    torch.testing.assert_close(found, torch.einsum("bhts,bshd->bthd", weights, whole[1]))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("block", [1, 100, 1 << 21])
-def test_blocks_of_tokens_attend_as_the_reference_does(
-    masked: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_ops, "BLOCK_SCORES", block)
-    monkeypatch.setattr(torch_ops, "LEAST_BLOCK", 5)
-    generator = torch.Generator().manual_seed(block)
-    b, t, s, d = 2, 23, 40 if masked else 23, 8
-    q, k = (torch.randn(b, n, h, d, generator=generator, dtype=torch.float64) for n, h in ((t, 6), (s, 2)))
-    v = torch.randn(b, s, 2, 5, generator=generator, dtype=torch.float64)
-    positions = torch.arange(s - t, s).expand(b, t) - torch.tensor([[0], [9]])  # the second sequence is shorter
-    visible = reference.visible_keys(positions, s, 11) if masked else None
-    found = torch_ops.attention_in_blocks(q, k, v, visible, 0.3)
-    torch.testing.assert_close(found, torch_ops.attention(q, k, v, visible, 0.3))
