@@ -42,6 +42,8 @@ class CpuLibrary:
             raise OSError(f"{file} belongs to another version")
         self._step, self._linear = library.mla_step, library.mla_linear
         self._step.argtypes, self._step.restype = (POINTER(StepStruct),), None
+        library.mla_share_threads.argtypes, library.mla_share_threads.restype = (c_void_p,), None
+        library.mla_share_threads(_parallel_of_torch())
         self._prompt = library.mla_prompt
         self._prompt.argtypes, self._prompt.restype = (POINTER(PromptStruct),), None
         self._linear.argtypes, self._linear.restype = (c_void_p, c_void_p, c_int, c_void_p, c_int), None
@@ -57,6 +59,22 @@ class CpuLibrary:
     def linear(self, linear: ctypes.Structure, x: int, rows: int, out: int, threads: int) -> None:
         """`out = x w^T`: float32 `[rows, n]` from `[rows, k]`, both given by address and contiguous."""
         self._linear(ctypes.addressof(linear), x, rows, out, threads)
+
+
+def _parallel_of_torch() -> int | None:
+    """Where `GOMP_parallel` is in the OpenMP library that PyTorch runs on; None: there is none, or not by that name."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    files = dict.fromkeys(line.split(maxsplit=5)[-1] for line in lines if "omp" in line)
+    for file in sorted(files, key=lambda file: "torch" not in file):  # others may have brought one, too
+        if Path(file).name.startswith(("libgomp", "libiomp", "libomp")):
+            try:
+                return ctypes.cast(ctypes.CDLL(file).GOMP_parallel, c_void_p).value
+            except (OSError, AttributeError):
+                continue
+    return None
 
 
 @cache

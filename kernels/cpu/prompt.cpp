@@ -25,10 +25,26 @@ struct Room {  // aligned; grows, and keeps what it has
   }
 };
 
+// PyTorch's own threads, if its OpenMP has been found: they spin for a while after each of its products, and threads of ours
+// would have to wait for a core until they rest.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
+Parallel parallel = nullptr;
+
 struct Workshop {
+  std::mutex busy;
   Pool pool;
   Room arranged, trays;
 };
+
+template <class Work>
+void together(Workshop& shop, int threads, Work work) {
+  if (threads == 1 || !parallel) return shop.pool.run(threads, work);
+  struct Shared {
+    Work* work;
+    std::atomic<int> next;
+  } shared{&work, {0}};
+  parallel([](void* at) { (*((Shared*)at)->work)(((Shared*)at)->next.fetch_add(1)); }, &shared, threads, 0);
+}
 
 // A child process has none of its parent's threads: it gets a workshop of its own.
 Workshop& workshop() {
@@ -45,6 +61,7 @@ template <class Op, class T>
 void attend_prompt(const Prompt& p) {
   typedef typename Op::unit unit;
   Workshop& shop = workshop();
+  std::lock_guard<std::mutex> held(shop.busy);
   int64_t blocks = (p.keys + KEYS - 1) / KEYS, room = blocks * KEYS;
   int64_t units = paired(p.own) / Op::PER, shared = paired(p.shared) / Op::PER, wide = paired(p.v_dim);
   int64_t of_head = room * (units + wide / Op::PER), of_all = room * shared;
@@ -60,7 +77,7 @@ void attend_prompt(const Prompt& p) {
   };
   auto in_turn = [&](int64_t count, auto work) {
     std::atomic<int64_t> next{0};
-    shop.pool.run(p.threads, [&](int id) {
+    together(shop, p.threads, [&](int id) {
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i, id);
     });
   };
@@ -107,5 +124,6 @@ void mla_prompt(const mla::Prompt* p) {
   mla::attend_prompt<mla::Singles, mla::bf16>(*p);
 #endif
 }
+void mla_share_threads(mla::Parallel given) { mla::parallel = given; }  // `GOMP_parallel`
 int64_t mla_prompt_size() { return sizeof(mla::Prompt); }
 }
