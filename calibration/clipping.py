@@ -9,7 +9,6 @@ decide alone in a plain sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -36,13 +35,58 @@ class Clip:
     loss: float
 
 
+@dataclass(frozen=True)
+class GroupLoss:
+    """What it costs to quantise one group of a layer's channels, by how far its range may reach.
+
+    Attributes:
+        amax: the largest value seen; rows: `[R]` float64, what the group reaches (see `LatentRange`).
+        counts: `[R, COLUMNS]` float64 values; weights: `[R]` mean squared gradient of the loss, a value.
+        own: `[R]` float64, what each row's values cost in ranges that end where they do; None: static ranges, one for all.
+        tokens: tokens seen.
+    """
+
+    dtype: CacheDtype
+    amax: float
+    rows: Tensor
+    counts: Tensor
+    weights: Tensor
+    own: Tensor | None
+    tokens: int
+
+    def at(self, clip: float) -> float:
+        """The cost of a range that reaches at most `clip`, in nats a token to second order."""
+        within = self.rows <= clip if self.own is not None else torch.zeros_like(self.rows, dtype=torch.bool)  # [R]
+        total = float(self.own[within].sum()) if self.own is not None else 0.0
+        cut = ~within & (self.rows > 0)
+        if bool(cut.any()):
+            values = self.rows[cut][:, None, None] * _shares()  # [R, COLUMNS, points]
+            error = _squared_error(values, LatentQuantizer(self.dtype, "static", clip))  # [R, COLUMNS]
+            total += float(self.weights[cut] @ (self.counts[cut] * error).sum(dim=-1))
+        return total / self.tokens / 2
+
+
+def group_losses(seen: LatentRange, weights: Tensor, dtype: CacheDtype, granularity: Granularity) -> list[GroupLoss]:
+    """What quantising costs, one for each group of channels that has a range (see `choose_clip`)."""
+    found = []
+    for group, amax in enumerate(seen.group_amax):
+        mine = seen.groups == group
+        rows, counts, weighed = seen.rows[mine], seen.counts[mine].double(), weights[mine].double()
+        own = None
+        if granularity != "static":
+            # In a token's own range the error relative to what it reaches is the same at every size.
+            own = weighed * rows.square() * (counts @ _unit_error(dtype))
+        found.append(GroupLoss(dtype, amax, rows, counts, weighed, own, seen.tokens))
+    return found
+
+
 def choose_clip(seen: LatentRange, weights: Tensor, dtype: CacheDtype, granularity: Granularity) -> Clip:
     """The range of a layer: None leaves each token (or page) its own; `static` always has one.
 
     Args:
         weights: `[R]` mean squared gradient of the loss, a value, for each row of `seen`.
     """
-    chosen = [_group_clip(seen, weights, group, dtype, granularity) for group in range(len(seen.group_amax))]
+    chosen = [_group_clip(loss) for loss in group_losses(seen, weights, dtype, granularity)]
     loss = sum(cost for _, cost in chosen)
     reaches = [reach for reach, _ in chosen]
     if all(reach is None for reach in reaches):
@@ -51,51 +95,22 @@ def choose_clip(seen: LatentRange, weights: Tensor, dtype: CacheDtype, granulari
     return Clip(known if dtype == "int4" else known[0], loss)
 
 
-def clip_loss(
-    seen: LatentRange, weights: Tensor, dtype: CacheDtype, granularity: Granularity, clip: float | Sequence[float]
-) -> float:
-    """What quantising with a range costs, in nats a token to second order."""
-    clips = [clip] * len(seen.group_amax) if isinstance(clip, float | int) else clip
-    return sum(_group_loss(seen, weights, group, dtype, granularity, reach) for group, reach in enumerate(clips))
-
-
-def _group_clip(
-    seen: LatentRange, weights: Tensor, group: int, dtype: CacheDtype, granularity: Granularity
-) -> tuple[float | None, float]:
-    static = granularity == "static"
-    amax = seen.group_amax[group]
-    if amax == 0:
+def _group_clip(loss: GroupLoss) -> tuple[float | None, float]:
+    """The range of one group (None: each token's own), and what it costs."""
+    static = loss.own is None
+    if loss.amax == 0:
         return (1.0 if static else None), 0.0  # zeros stay zeros in any range
-    reached = float(seen.rows[seen.groups == group].max())
-    candidates = [max(amax, reached) * 2 ** (-k / STEPS_PER_OCTAVE) for k in range(SEARCHED_OCTAVES * STEPS_PER_OCTAVE)]
+    widest = max(loss.amax, float(loss.rows.max()))
+    candidates = [widest * 2 ** (-k / STEPS_PER_OCTAVE) for k in range(SEARCHED_OCTAVES * STEPS_PER_OCTAVE)]
     losses: list[float] = []
     for clip in candidates:
-        losses.append(_group_loss(seen, weights, group, dtype, granularity, clip))
+        losses.append(loss.at(clip))
         if losses[-1] > FAR_BEYOND * min(losses):
             break
     best = losses.index(min(losses))
     if losses[best] < (1 - LEAST_GAIN) * losses[0]:
         return candidates[best], losses[best]
-    return (amax if static else None), losses[0]
-
-
-def _group_loss(
-    seen: LatentRange, weights: Tensor, group: int, dtype: CacheDtype, granularity: Granularity, clip: float
-) -> float:
-    mine = seen.groups == group
-    rows, counts, weights = seen.rows[mine], seen.counts[mine].double(), weights[mine]
-    own = rows <= clip if granularity != "static" else torch.zeros_like(rows, dtype=torch.bool)  # [R]
-    total = 0.0
-    if bool(own.any()):
-        # In a token's own range the error relative to what it reaches is the same at every size.
-        per_share = _unit_error(dtype)  # [COLUMNS]
-        total += float((weights[own] * rows[own].square()) @ (counts[own] @ per_share))
-    cut = ~own & (rows > 0)
-    if bool(cut.any()):
-        values = rows[cut][:, None, None] * _shares()  # [R, COLUMNS, points]
-        error = _squared_error(values, LatentQuantizer(dtype, "static", clip))  # [R, COLUMNS]
-        total += float(weights[cut] @ (counts[cut] * error).sum(dim=-1))
-    return total / seen.tokens / 2
+    return (loss.amax if static else None), losses[0]
 
 
 def _shares() -> Tensor:

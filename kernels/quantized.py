@@ -215,9 +215,8 @@ class LatentQuantizer:
     ) -> tuple[Tensor, Tensor]:
         """Write tokens into pages, one after the other, so that the result does not depend on how many come at once.
 
-        The first token of a page decides its scales. One that needs more range multiplies them by powers of two, and the
-        codes already there are divided by these and rounded: whatever is within `clip` is never clipped. (A page's range may
-        so reach up to twice `clip`.)
+        The first token of a page decides its scales. One that needs more range multiplies them by powers of two, up to `clip`,
+        and the codes already there are divided by as much and rounded: whatever is within `clip` is never clipped.
 
         Args:
             codes: `[N, 16, code_width]` pages so far; scales: `[N, G]` theirs.
@@ -230,14 +229,14 @@ class LatentQuantizer:
         width, places = latent.shape[-1], torch.arange(PAGE)
         fills = (places >= first[:, None]) & (places < (first + counts)[:, None])  # [N, 16]
         own = self.scales(self.amax(latent, layer))  # [N, 16, G]
-        floor = self.scales(torch.zeros_like(own[:, 0], dtype=torch.float32))  # [N, G]
+        floor, most = (self.scales(torch.full_like(own[:, 0], reach, dtype=torch.float32)) for reach in (0.0, math.inf))
         taken, shrinks, current = own.clone(), [], scales
         rows = torch.arange(len(first))
         for n in range(int(counts.max()) if len(counts) else 0):
             place, active = (first + n).clamp(max=PAGE - 1), (n < counts).to(own.device)[:, None]
             mine = own[rows, place]  # [N, G]
             starts = (place == 0).to(own.device)[:, None]
-            grown, shrink = _grown(current, mine, anew=starts | (current <= floor))
+            grown, shrink = _grown(current, mine, most, anew=starts | (current <= floor))
             current = torch.where(active, grown, current)
             shrinks.append(torch.where(active & ~starts, shrink, 1.0))  # [N, G]
             taken[rows, place] = current
@@ -310,14 +309,16 @@ def _spread(scales: Tensor, width: int) -> Tensor:
     return scales if scales.shape[-1] == 1 else scales.repeat_interleave(GROUP, dim=-1)[..., :width]
 
 
-def _grown(scales: Tensor, own: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales that also suit tokens that need `own`, and by how much that shrinks the codes there are: `[N, G]`, at most 1.
+def _grown(scales: Tensor, own: Tensor, most: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales that also suit tokens that need `own`, none beyond `most`, and what the codes there are shrink by: `[N, G]`.
 
     `anew`: nothing but zeros so far, or what counts as such; `own` is taken as it is.
     """
-    ratio = own.double() / scales.double().clamp(min=1e-300)
-    mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa * 2^exponent, mantissa in [1/2, 1)
+    before = scales.double().clamp(min=1e-300)
+    mantissa, exponent = torch.frexp(
+        own.double() / before
+    )  # own / before = mantissa * 2^exponent, mantissa in [1/2, 1)
     doublings = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(0, 1000)
     power = ((doublings.long() + 1023) << 52).view(torch.float64)  # exact, which exp2 need not be
-    grown = torch.where(anew, own, (scales.double() * power).to(own.dtype))
-    return grown, torch.where(anew, (1 / ratio).clamp(max=1), 1 / power).float()
+    grown = torch.where(anew, own, torch.minimum((before * power).to(own.dtype), most))
+    return grown, (before / grown.double()).clamp(max=1).float()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.clipping import UNCLIPPED, choose_clip, clip_loss
+from mla_cli.calibration.clipping import UNCLIPPED, choose_clip, group_losses
 from mla_cli.calibration.observers import LatentObserver, LatentRange, grouped_amax, page_reach
 from mla_cli.kernels.quantized import LatentQuantizer, group_of
 
@@ -44,6 +44,15 @@ def by_size(groups: Tensor, sizes: Tensor) -> Tensor:
     return (1.0 + groups.double()) / (1e-3 + sizes.double()).square()
 
 
+def range_loss(
+    seen: LatentRange, weights: Tensor, dtype: Any, granularity: Any, clip: float | Sequence[float]
+) -> float:
+    """What ranges that reach this far are foretold to cost, of all groups together."""
+    losses = group_losses(seen, weights, dtype, granularity)
+    clips = [clip] * len(losses) if isinstance(clip, float) else clip
+    return sum(loss.at(reach) for loss, reach in zip(losses, clips, strict=True))
+
+
 def direct_loss(latents: Tensor, valid: Tensor, quantizer: LatentQuantizer, weigh: Weigh) -> float:
     """`1/2 sum_i w_i E[e_i^2]`, from what the quantizer gives back."""
     latents = latents.double() * valid[..., None]
@@ -63,7 +72,7 @@ def test_the_loss_of_a_range_is_what_quantising_costs(dtype: Any, granularity: A
     seen = observed(latents, valid, dtype, granularity)
     weights = weigh(seen.groups, seen.rows)
     for share in (1.0, 0.5, 0.1, 0.02):
-        estimate = clip_loss(seen, weights, dtype, granularity, seen.amax * share)
+        estimate = range_loss(seen, weights, dtype, granularity, seen.amax * share)
         quantizer = LatentQuantizer(dtype, granularity, seen.amax * share)
         assert estimate == pytest.approx(direct_loss(latents, valid, quantizer, weigh), rel=0.1), share
 
@@ -74,7 +83,7 @@ def test_each_group_has_its_own_range(granularity: Any) -> None:
     seen = observed(latents, valid, "int4", granularity)
     weights = by_group(seen.groups, seen.rows)
     for clip in ((9.0, 3.0, 1.0), (1.0, 3.0, 9.0), (2.0, UNCLIPPED if granularity == "token" else 300.0, 0.3)):
-        estimate = clip_loss(seen, weights, "int4", granularity, clip)
+        estimate = range_loss(seen, weights, "int4", granularity, clip)
         quantizer = LatentQuantizer("int4", granularity, clip)
         assert estimate == pytest.approx(direct_loss(latents, valid, quantizer, by_group), rel=0.1), clip
 
@@ -85,13 +94,29 @@ def test_the_loss_of_pages_is_that_of_the_range_they_have_in_the_end(dtype: Any,
     latents, valid = sequences()
     seen = observed(latents, valid, dtype, "page")
     weights = weigh(seen.groups, seen.rows)
-    whole = clip_loss(seen, weights, dtype, "page", UNCLIPPED)
+    whole = range_loss(seen, weights, dtype, "page", UNCLIPPED)
     # (What is rounded anew while a page's range still grows is not told apart.)
     assert whole == pytest.approx(direct_loss(latents, valid, LatentQuantizer(dtype, "page"), weigh), rel=0.15)
-    # Every token reaches this far, so each page begins with it and never grows.
-    least = float(grouped_amax(latents[valid], group_of(dtype)).min())
-    cut = direct_loss(latents, valid, LatentQuantizer(dtype, "page", least), weigh)
-    assert clip_loss(seen, weights, dtype, "page", least) == pytest.approx(cut, rel=0.1)
+    for share in (0.5, 0.1, 0.02, 0.005):
+        cut = direct_loss(latents, valid, LatentQuantizer(dtype, "page", seen.amax * share), weigh)
+        estimate = range_loss(seen, weights, dtype, "page", seen.amax * share)
+        assert estimate == pytest.approx(cut, rel=0.15), share
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_page_that_grows_ends_at_the_clip(dtype: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    reach = torch.rand(40, 100, 1, generator=generator) * 0.4 + 0.55
+    latents = (2 * torch.rand(40, 100, WIDTH, generator=generator) - 1) * reach
+    latents[:, 5::16] *= 1.02 / latents[:, 5::16].abs().amax(
+        dim=-1, keepdim=True
+    )  # one token of a page, beyond by a little
+    valid = torch.ones(40, 100, dtype=torch.bool)
+    seen = observed(latents, valid, dtype, "page")
+    estimate = range_loss(seen, by_group(seen.groups, seen.rows), dtype, "page", 1.0)
+    assert estimate == pytest.approx(
+        direct_loss(latents, valid, LatentQuantizer(dtype, "page", 1.0), by_group), rel=0.2
+    )
 
 
 @pytest.mark.parametrize("granularity", ["token", "page", "static"])

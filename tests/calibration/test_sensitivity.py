@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.clipping import UNCLIPPED, clip_loss
+from mla_cli.calibration.clipping import UNCLIPPED, group_losses
 from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.passes import watch_latents
 from mla_cli.calibration.rotate import rotation
@@ -67,7 +67,8 @@ def test_the_second_order_foretells_what_an_error_costs(weighed: Any, dtype: Any
     # And from what an observer counts of the latents, with the diagonal alone.
     observer = watch_latents(model, texts, dtype=torch.float32, device=CPU, kv_dtype=dtype)[layer]
     seen = observer.result()
-    estimate = clip_loss(seen, sensitivity[layer].weights(seen, group_of(dtype)), dtype, "token", UNCLIPPED)
+    losses = group_losses(seen, sensitivity[layer].weights(seen, group_of(dtype)), dtype, "token")
+    estimate = sum(loss.at(UNCLIPPED) for loss in losses)
     assert 0.6 < estimate / foretold < 1.4
 
 
