@@ -24,7 +24,7 @@ from mla_cli.calibration.store import REPORT_KEY, check_target, folded_rotation,
 from mla_cli.calibration.texts import CalibrationTexts, first, hold_out
 from mla_cli.calibration.variants import Variant
 from mla_cli.checkpoint.engine_scales import make_engine_scales
-from mla_cli.checkpoint.kv_cache import REACH_QUANTILE, KvScheme, LayerRange, Quantizers, Rotation
+from mla_cli.checkpoint.kv_cache import LARGEST, REACH_QUANTILE, KvScheme, LayerRange, Quantizers, Rotation
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.weight_file import read_json_object
 from mla_cli.console import note, progress, warn
@@ -130,6 +130,11 @@ def _check(model: ModelSource, out: Path | None, options: CalibrateOptions) -> N
         raise UsageError(
             "only static scales are derived anew: others follow each token anyway", where="--every",
             fix="add --scales static, or leave the option out",
+        )  # fmt: skip
+    if options.max_loss is not None and not 0 <= options.max_loss <= LARGEST:
+        raise UsageError(
+            f"{options.max_loss:g} is no percentage that a checkpoint can say", where="--max-loss",
+            fix="give a number from 0, or a large one (1000) to quantise all layers",
         )  # fmt: skip
     if options.max_loss is not None and options.budget_bytes is not None:
         raise UsageError(

@@ -50,7 +50,7 @@ Quantizers = tuple[LatentQuantizer | None, ...]
 # a text, line ends), whose share says more about the text than about ranges.
 REACH_QUANTILE = 0.9
 _DTYPES = tuple(LIMITS)
-_LARGEST = 3.4e38  # scales are float32
+LARGEST = 3.4e38  # of any stored number: scales are float32
 _AGAIN = "run `mla calibrate` again, or use --kv-dtype bf16"
 
 
@@ -286,7 +286,7 @@ def _later_entries(stored: dict[str, Any]) -> dict[str, Any]:
         raise _unsound(f"{every!r} is no number of steps from 1, which static scales alone have", f"{KEY}.every")
     if not _is_number(strength) or not 0 < strength <= 1:
         raise _unsound(f"{strength!r} is no share of a latent", f"{KEY}.strength")
-    if most is not None and (not _is_number(most) or not 0 <= most <= _LARGEST):
+    if most is not None and (not _is_number(most) or not 0 <= most <= LARGEST):
         raise _unsound(f"{most!r} is no percentage", f"{KEY}.max_loss")
     return {
         "rope_dtype": stored["rope_dtype"],
@@ -311,7 +311,7 @@ def _layer_range(entry: Any, scheme: dict[str, Any], rules: _Version, channels: 
     quantised = entry["dtype"] != "bf16"
     amax, usual = entry["amax"], entry.get("token_amax")
     for key, value in (("amax", amax), ("token_amax", 0 if usual is None else usual)):
-        if not _is_number(value) or not 0 <= value <= _LARGEST:
+        if not _is_number(value) or not 0 <= value <= LARGEST:
             raise _unsound(f"{value!r} is no finite number from 0", f"{where}.{key}")
     if entry["clip"] is None and scheme["granularity"] == "static" and quantised:
         raise _unsound("static scales need a range for each layer", f"{where}.clip")
@@ -333,7 +333,7 @@ def _clip(stored: Any, dtype: CacheDtype, channels: int | None, where: str) -> f
             wanted = f"for {groups} groups of channels" if groups else f"where {dtype} latents have one"
             raise _unsound(f"{len(clips)} ranges {wanted}", where)
     for value in clips:
-        if not _is_number(value) or not 0 < value <= _LARGEST:
+        if not _is_number(value) or not 0 < value <= LARGEST:
             raise _unsound(f"{value!r} is no finite number above 0", where)
     return tuple(map(float, clips)) if isinstance(stored, list) else float(stored)
 

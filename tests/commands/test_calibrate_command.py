@@ -71,6 +71,8 @@ def test_json_is_the_report(checkpoint: Path, tmp_path: Path, capfd: pytest.Capt
         (["--rotation", "random"], "auto, none, hadamard, learned"),
         (["--rope-dtype", "int4"], "bfloat16, int8, fp8"),
         (["--max-loss", "-1"], "max-loss"),
+        (["--max-loss", "inf"], "no percentage"),
+        (["--max-loss", "1e39"], "no percentage"),
         (["--budget-bytes", "0"], "budget-bytes"),
         (["--every", "0", "--scales", "static"], "every"),
         (["--every", "10"], "only static scales are derived anew"),
