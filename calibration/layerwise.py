@@ -18,7 +18,7 @@ from mla_cli.calibration.precision import computing_in
 from mla_cli.console import progress_bar
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Record
-from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
+from mla_cli.model.decoder import Decoder, DecoderLayer
 
 LayerAt = Callable[[int], DecoderLayer]
 # Sees one micro-batch of one layer: layer index, recorded tensors `[B, T, ...]`, which tokens count `[B, T]`.
@@ -107,7 +107,7 @@ def run(
         micros = [
             slice(i, i + batches.sequences_per_micro) for i in range(0, tokens.shape[0], batches.sequences_per_micro)
         ]
-        step = begin_step(frame.spec, tokens.shape, frame.device, lengths=counts)
+        step = frame.begin_step(tokens.shape, lengths=counts)
         with torch.no_grad():
             hidden = torch.cat([frame.embed(tokens[m], step.positions[m]) for m in micros])  # [N, T, D]
         between = [hidden]
@@ -117,7 +117,7 @@ def run(
             with torch.no_grad(), computing_in(compute, frame.device):
                 for m in micros:
                     record: Record = {}
-                    micro_step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
+                    micro_step = frame.begin_step(tokens[m].shape, lengths=counts[m])
                     hidden[m] = layer(between[-1][m], micro_step, record)
                     if observe is not None:
                         observe(index, record, valid[m])
@@ -136,7 +136,7 @@ def run(
             for m in micros:
                 record = {}
                 x = between[-1][m].detach().requires_grad_(True)
-                micro_step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
+                micro_step = frame.begin_step(tokens[m].shape, lengths=counts[m])
                 with torch.enable_grad(), computing_in(compute, frame.device):
                     out = layer(x, micro_step, record)
                     # The first layer's input gradient is not needed by anyone, but costs little.

@@ -20,8 +20,8 @@ from mla_cli.errors import MlaError
 from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, group_of
 from mla_cli.model.attention import Record, Step
 from mla_cli.model.cache import Cache
-from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
-from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
+from mla_cli.model.decoder import Decoder, DecoderLayer
+from mla_cli.model.spec import LatentAttentionSpec
 
 MEMORY = 1 << 30  # bytes for hidden states; more text goes in rounds, each with a pass over the layers
 MICRO_TOKENS = 4096  # run at once
@@ -72,9 +72,9 @@ class _Micro:
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    def step(self, spec: DecoderSpec, cache: Cache | None = None) -> Step:
+    def step(self, frame: Decoder, cache: Cache | None = None) -> Step:
         # With its own length each sequence is rotated as if it ran alone (dynamic scaling goes by the length).
-        return begin_step(spec, self.tokens.shape, self.tokens.device, cache, self.lengths)
+        return frame.begin_step(self.tokens.shape, cache, self.lengths)
 
 
 def watch_latents(
@@ -98,7 +98,7 @@ def watch_latents(
 
     def run(layers: list[DecoderLayer], index: int, micro: _Micro, hidden: Tensor) -> Tensor:
         record: Record = {}
-        out: Tensor = layers[0](hidden[0], micro.step(model.spec), record)
+        out: Tensor = layers[0](hidden[0], micro.step(frame), record)
         if "latent" in record:
             latent, valid = record["latent"], micro.valid
             reach = page_reach(latent, valid, group)[valid] if granularity == "page" else None
@@ -145,7 +145,7 @@ class HeldOut:
                     quantizers=variant.quantizers,
                 )  # fmt: skip
             # Never advanced: each layer finds the cache empty and leaves its own part in it.
-            return micro.step(variant.spec, caches[key])
+            return micro.step(frame, caches[key])
 
         def run(changed: list[DecoderLayer], index: int, micro: _Micro, hidden: Tensor) -> Tensor:
             states = list(hidden.unbind())  # [B, T, D] each
@@ -153,7 +153,7 @@ class HeldOut:
             if not known:
                 plain = states.pop(0)
                 clean: Record = {}
-                out.append(changed.pop(0)(plain, micro.step(model.spec), clean))
+                out.append(changed.pop(0)(plain, micro.step(frame), clean))
                 if layers and "latent" in clean:
                     local: Record = {}
                     changed[0](plain, cached(micro, 0), local)
@@ -206,7 +206,7 @@ def _layer_by_layer(
             shape = (streams, len(lengths[start : start + size]), micros[0].width, model.spec.hidden_size)
             hidden = torch.zeros(shape, dtype=frame.dtype, device=device)
             for micro in micros:
-                positions = micro.step(model.spec).positions
+                positions = micro.step(frame).positions
                 hidden[:, micro.rows, : micro.width] = frame.embed(micro.tokens, positions)
             for index in range(layers):
                 stored = load_layer(model, index, dtype=frame.dtype, device=device)

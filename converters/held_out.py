@@ -13,7 +13,7 @@ from torch import Tensor
 from mla_cli.calibration.layer_bank import LayerBank
 from mla_cli.calibration.layerwise import Batches, LayerAt, Tick, steps_in, ticking
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.model.decoder import Decoder, begin_step
+from mla_cli.model.decoder import Decoder
 from mla_cli.model.latent_weights import LatentWeights
 
 SCORED_AT_ONCE = 256  # tokens whose logits are held at a time
@@ -53,14 +53,14 @@ def measure(
         first = next(iter(frames.values()))
         tokens = tokens[:, : int(counts.max())].to(first.device)
         with torch.no_grad():
-            positions = begin_step(first.spec, tokens.shape, first.device, lengths=counts).positions
+            positions = first.begin_step(tokens.shape, lengths=counts).positions
             hidden = {name: frame.embed(tokens, positions) for name, frame in frames.items()}
             for index in range(first.spec.num_layers):
                 for name, (frame, layer_at) in stages.items():
                     layer = layer_at(index)
                     for i in range(0, tokens.shape[0], batches.sequences_per_micro):
                         m = slice(i, i + batches.sequences_per_micro)
-                        step = begin_step(frame.spec, tokens[m].shape, frame.device, lengths=counts[m])
+                        step = frame.begin_step(tokens[m].shape, lengths=counts[m])
                         hidden[name][m] = layer(hidden[name][m], step)
                 tick()
             for row in range(tokens.shape[0]):

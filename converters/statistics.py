@@ -10,7 +10,7 @@ from torch import Tensor
 from mla_cli.calibration.layerwise import Batches, LayerAt, Tick, run
 from mla_cli.converters.distances import SEQUENCES, influence_by_distance, mean_turn
 from mla_cli.model.attention import Record
-from mla_cli.model.decoder import Decoder, begin_step
+from mla_cli.model.decoder import Decoder
 from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec
 
 # Eigenvalues of the Fisher factor are taken to this power: small ones rest on few tokens and come out too small.
@@ -91,7 +91,7 @@ def source_statistics(
         if specs[layer].rotary is not None and few > 0:
             part = {name: record[name][:few] for name in ("q", "k", "v", "heads")}
             real = valid[:few]
-            step = begin_step(frame.spec, real.shape, real.device, lengths=real.sum(dim=1))
+            step = frame.begin_step(real.shape, lengths=real.sum(dim=1))
             found = influence_by_distance(part, step, specs[layer], real).cpu()
             looks[layer][:, : found.shape[1]] += found
             looked[layer] += len(part["q"])

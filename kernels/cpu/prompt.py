@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from mla_cli.kernels.cpu.build import CpuLibrary
+from mla_cli.kernels.cpu.build import CpuLibrary, load_library
 from mla_cli.kernels.cpu.structures import BF16, F32, PromptStruct
 
 _TYPES = {torch.float32: F32, torch.bfloat16: BF16}
+
+
+def prompt_attention(folder: Path, say: Callable[[str], None]) -> PromptAttention | None:
+    """The kernel out of `folder`; None where it cannot be had (see `load_library`)."""
+    library = load_library(folder, say)
+    return None if isinstance(library, str) else PromptAttention(library)
 
 
 class PromptAttention:

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from mla_cli.checkpoint.cache_dir import cache_dir
 from mla_cli.checkpoint.sources import Source, open_source
+from mla_cli.console import note
 from mla_cli.errors import InputError
+from mla_cli.kernels.cpu.prompt import prompt_attention
 from mla_cli.model.decoder import Decoder, DecoderLayer, make_norm
 from mla_cli.model.families import family_of
 from mla_cli.model.families.base import Family, TensorRule
@@ -163,11 +166,16 @@ def load_decoder(
 def load_frame(
     model: ModelSource, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Decoder:
-    """The decoder without layers: embedding, final norm, output head (for work layer by layer)."""
+    """The decoder without layers: embedding, final norm, output head (for work layer by layer).
+
+    On a CPU the compiled kernels compute the attention of its steps, where they can be had.
+    """
     with torch.device("meta"):
         decoder = Decoder(model.spec.with_attention(()))
         decoder.norm = make_norm(model.spec)
     decoder.spec = model.spec
+    if torch.device(device).type == "cpu" and dtype != torch.float64:
+        decoder.fast_attention = prompt_attention(cache_dir() / "kernels", note)
     names = [name for name in model.rules if not name.startswith("model.layers.")]
     _fill(decoder, ((name.removeprefix("model."), model.tensor(name)) for name in names), dtype, device)
     return decoder

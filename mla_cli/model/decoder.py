@@ -156,8 +156,7 @@ class Decoder(nn.Module):
         fast = self.fast_step
         if fast is not None and cache is not None and lengths is None and tokens.shape[1] == 1 and fast.takes(cache):
             return fast(self, tokens, cache)
-        step = begin_step(self.spec, tokens.shape, self.device, cache, lengths, self.backend)
-        step.attend = self.fast_attention
+        step = self.begin_step(tokens.shape, cache, lengths)
         x = self.embed(tokens, step.positions)  # [B, T, D]
         with large_products(x):
             for layer in self.layers:
@@ -165,6 +164,12 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(step.ends)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def begin_step(self, shape: torch.Size, cache: Cache | None = None, lengths: Tensor | None = None) -> Step:
+        """As the function of that name, for this decoder and with its kernels."""
+        step = begin_step(self.spec, shape, self.device, cache, lengths, self.backend)
+        step.attend = self.fast_attention
+        return step
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """`[B, T]` ids (and positions) to `[B, T, D]`."""

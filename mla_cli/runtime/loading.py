@@ -11,7 +11,6 @@ from mla_cli.checkpoint.latent_strength import check_latent_strength, narrowed_l
 from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
 from mla_cli.console import note
 from mla_cli.kernels.cpu.build import load_library
-from mla_cli.kernels.cpu.prompt import PromptAttention
 from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.kept_linear import keep_linears, keep_tables
@@ -80,14 +79,12 @@ def load_to_run(
 
 
 def add_fast_step(decoder: Decoder) -> str | None:
-    """Have the compiled CPU kernels compute prompts' attention and steps of one token; why not all of it, if they cannot."""
-    if decoder.device.type != "cpu":
-        return "it is not on the CPU"
+    """Have the compiled CPU kernels compute steps of one token; why not, if they cannot."""
+    obstacle = why_not(decoder)
+    if obstacle is not None:
+        return obstacle
     library = load_library(cache_dir() / "kernels", note)
     if isinstance(library, str):
         return library
-    decoder.fast_attention = PromptAttention(library)
-    obstacle = why_not(decoder)
-    if obstacle is None:
-        decoder.fast_step = CpuStep(decoder, library)
-    return obstacle
+    decoder.fast_step = CpuStep(decoder, library)
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,14 @@ def test_layers_without_latents_stay_out_of_it() -> None:
 # --- the whole -----------------------------------------------------------------------------------------------------------
 
 
-def ruin(tensors: dict[str, Tensor]) -> None:
-    """A channel of layer 0 that takes the range from all others, though hardly anything reads it."""
-    tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][3] += 3000
+def ruin(tensors: dict[str, Tensor], layer: int = 0) -> None:
+    """A channel of a layer that takes the range from all others, though hardly anything reads it."""
+    attention = f"model.layers.{layer}.self_attn."
+    tensors[attention + "kv_a_proj_with_mqa.bias"][3] += 3000
     for name in ("kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"):
-        tensors["model.layers.0.self_attn." + name][:3] /= 16
-    tensors["model.layers.0.self_attn.kv_b_proj.weight"][:, 3] = 0
-    tensors["model.layers.0.self_attn.kv_b_proj.weight"][:, :3] *= 16
+        tensors[attention + name][:3] /= 16
+    tensors[attention + "kv_b_proj.weight"][:, 3] = 0
+    tensors[attention + "kv_b_proj.weight"][:, :3] *= 16
 
 
 def written(checkpoint: Path, **changes: Any) -> CalibrateOptions:
@@ -182,6 +184,8 @@ def test_a_layer_left_in_bfloat16_is_exact_in_the_cache(ruined: Path) -> None:
 
 
 def test_a_limit_that_nothing_meets_leaves_all_layers(native: Path) -> None:
+    for layer in (0, 1):
+        edit_weights(native, partial(ruin, layer=layer))
     report = calibrate(str(native), None, written(native, kv_dtype="int4", rotation="none", max_loss=0.0), CPU)
     told = report["heldout"]
     assert told["ppl_change_percent"] <= 0
