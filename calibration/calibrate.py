@@ -12,24 +12,25 @@ import torch
 
 from mla_cli.calibration.cache_sizes import CacheSizes, bytes_per_token
 from mla_cli.calibration.choose import Candidate, Chooser, Plan, check_rotation, choose_rotation, choose_within
+from mla_cli.calibration.choose_clips import ChosenClips, choose_clips
 from mla_cli.calibration.choose_texts import choose_texts
-from mla_cli.calibration.clipping import Clip, choose_clip
+from mla_cli.calibration.clipping import Clip
 from mla_cli.calibration.fallback import Fallback, fall_back
 from mla_cli.calibration.observers import QUANTILES, LatentRange, results_by_layer
 from mla_cli.calibration.passes import HeldOut, HeldOutCost, watch_latents
 from mla_cli.calibration.precision import keep_freed_memory
 from mla_cli.calibration.report import Calibration, build_report
-from mla_cli.calibration.sensitivity import SEQUENCES, Sensitivity, by_content, measure_sensitivity
+from mla_cli.calibration.sensitivity import SEQUENCES, by_content, measure_sensitivity
 from mla_cli.calibration.store import REPORT_KEY, check_target, folded_rotation, stored_report, write_calibration
 from mla_cli.calibration.texts import CalibrationTexts, first, hold_out
 from mla_cli.calibration.variants import Variant
 from mla_cli.checkpoint.engine_scales import make_engine_scales
-from mla_cli.checkpoint.kv_cache import LARGEST, REACH_QUANTILE, KvScheme, LayerRange, Quantizers, Rotation
+from mla_cli.checkpoint.kv_cache import LARGEST, REACH_QUANTILE, KvScheme, LayerRange, Rotation
 from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.checkpoint.weight_file import read_json_object
-from mla_cli.console import note, progress, warn
+from mla_cli.console import note, warn
 from mla_cli.errors import UsageError
-from mla_cli.kernels.quantized import CacheDtype, Granularity, LatentQuantizer, RopeDtype, group_of
+from mla_cli.kernels.quantized import CacheDtype, Granularity, RopeDtype
 from mla_cli.model.tokenizer import load_tokenizer
 
 # Held-out sequences for the report: enough to tell half a percent of perplexity, few enough to cost seconds.
@@ -102,13 +103,16 @@ def calibrate(checkpoint: str, out: Path | None, options: CalibrateOptions, devi
     variant, sensitivity = plan.variant(model), chooser.sensitivity_with(plan)
 
     ranges = _ranges(model, plan, variant, fitted, options, watched_in, device)
-    clips = _clips(ranges, sensitivity, plan, options)
+    chosen = choose_clips(
+        ranges, sensitivity, variant, chooser.text, dtype=plan.dtype, granularity=options.scales,
+        rope_dtype=options.rope_dtype,
+    )  # fmt: skip
     held_out = HeldOut(model, unseen, dtype=measured_in, device=device)
-    fallback, cost = _fall_back(held_out, variant, _quantizers(clips, plan, options), clips, options)
+    fallback, cost = _fall_back(held_out, variant, chosen, options)
     found = Calibration(
-        plan=plan, scheme=_scheme(plan, ranges, clips, fallback, fitted, options), ranges=ranges, clips=clips,
+        plan=plan, scheme=_scheme(plan, ranges, chosen.clips, fallback, fitted, options), ranges=ranges, chosen=chosen,
         cost=cost, fallback=fallback, candidates=candidates, fitted=fitted, unseen=unseen, weighed=weighed,
-        compared=compared if candidates else None, budget=options.budget_bytes, watched_in=watched_in,
+        compared=compared if candidates or chosen.measured else None, budget=options.budget_bytes, watched_in=watched_in,
         measured_in=measured_in,
         bytes=lambda quantizers: bytes_per_token(model, variant.spec, quantizers),
         unquantised_bytes=bytes_per_token(model, model.spec, None),
@@ -217,46 +221,17 @@ def _ranges(
     return results_by_layer(observers, model.spec, texts.tokens)
 
 
-def _clips(
-    ranges: Sequence[LatentRange | None],
-    sensitivity: Sequence[Sensitivity | None],
-    plan: Plan,
-    options: CalibrateOptions,
-) -> list[Clip | None]:
-    group = None if plan.dtype is None else group_of(plan.dtype)
-    clips: list[Clip | None] = []
-    for seen, weighed in progress(list(zip(ranges, sensitivity, strict=True)), "choosing ranges", unit="layer"):
-        if seen is None or weighed is None or plan.dtype is None:
-            clips.append(None)
-            continue
-        # A page's range says little about how large its tokens are.
-        weights = weighed.weights(seen, group, by_size=options.scales != "page")
-        clips.append(choose_clip(seen, weights, plan.dtype, options.scales))
-    return clips
-
-
-def _quantizers(clips: Sequence[Clip | None], plan: Plan, options: CalibrateOptions) -> Quantizers:
-    def quantizer(clip: Clip | None) -> LatentQuantizer | None:
-        if clip is None or plan.dtype is None:
-            return None
-        reach = float("inf") if clip.reach is None else clip.reach
-        return LatentQuantizer(plan.dtype, options.scales, reach, options.rope_dtype)
-
-    return tuple(quantizer(clip) for clip in clips)
-
-
 def _fall_back(
     held_out: HeldOut,
     variant: Variant,
-    quantizers: Quantizers,
-    clips: Sequence[Clip | None],
+    chosen: ChosenClips,
     options: CalibrateOptions,
 ) -> tuple[Fallback, HeldOutCost]:
     """Layers that stay unquantised, and what each layer costs by itself."""
-    cost = held_out.costs([variant.cached(quantizers)], layers=True, title="measuring on held-out text")[0]
+    cost = held_out.costs([variant.cached(chosen.quantizers)], layers=True, title="measuring on held-out text")[0]
     fallback = fall_back(
-        quantizers,
-        [0.0 if clip is None else clip.loss for clip in clips],
+        chosen.quantizers,
+        [0.0 if clip is None else clip.loss for clip in chosen.clips],
         cost,
         _max_loss(options) if options.budget_bytes is None else None,
         lambda others: held_out.costs([variant.cached(others)], title="leaving layers unquantised")[0],

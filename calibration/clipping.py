@@ -9,6 +9,7 @@ decide alone in a plain sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -54,6 +55,11 @@ class GroupLoss:
     own: Tensor | None
     tokens: int
 
+    @property
+    def widest(self) -> float:
+        """The least range that cuts nothing: a page may be made for more than it holds."""
+        return max(self.amax, float(self.rows.max()))
+
     def at(self, clip: float) -> float:
         """The cost of a range that reaches at most `clip`, in nats a token to second order."""
         within = self.rows <= clip if self.own is not None else torch.zeros_like(self.rows, dtype=torch.bool)  # [R]
@@ -67,7 +73,11 @@ class GroupLoss:
 
 
 def group_losses(seen: LatentRange, weights: Tensor, dtype: CacheDtype, granularity: Granularity) -> list[GroupLoss]:
-    """What quantising costs, one for each group of channels that has a range (see `choose_clip`)."""
+    """What quantising a layer costs, one for each group of channels that has a range.
+
+    Args:
+        weights: `[R]` mean squared gradient of the loss, a value, for each row of `seen`.
+    """
     found = []
     for group, amax in enumerate(seen.group_amax):
         mine = seen.groups == group
@@ -80,19 +90,36 @@ def group_losses(seen: LatentRange, weights: Tensor, dtype: CacheDtype, granular
     return found
 
 
-def choose_clip(seen: LatentRange, weights: Tensor, dtype: CacheDtype, granularity: Granularity) -> Clip:
-    """The range of a layer: None leaves each token (or page) its own; `static` always has one.
+def choose_clip(losses: Sequence[GroupLoss]) -> Clip:
+    """The range of a layer: None leaves each token (or page) its own; `static` always has one."""
+    chosen = [_group_clip(loss) for loss in losses]
+    return _clip(losses, [reach for reach, _ in chosen], sum(cost for _, cost in chosen))
+
+
+def widened(clip: Clip, losses: Sequence[GroupLoss], share: float) -> Clip:
+    """A range that is cut less.
 
     Args:
-        weights: `[R]` mean squared gradient of the loss, a value, for each row of `seen`.
+        losses: of the layer that `clip` was chosen for. share: of the way, in octaves, to a range that cuts nothing (1).
     """
-    chosen = [_group_clip(loss) for loss in group_losses(seen, weights, dtype, granularity)]
-    loss = sum(cost for _, cost in chosen)
-    reaches = [reach for reach, _ in chosen]
-    if all(reach is None for reach in reaches):
-        return Clip(None, loss)
+    reaches: list[float | None] = []
+    chosen = clip.reach if isinstance(clip.reach, tuple) else (clip.reach,) * len(losses)
+    for reach, loss in zip(chosen, losses, strict=True):
+        if reach is None or reach >= loss.amax:
+            reaches.append(reach)
+        elif share < 1:
+            reaches.append(reach ** (1 - share) * loss.widest**share)
+        else:
+            reaches.append(loss.amax if loss.own is None else None)
+    cost = sum(loss.at(UNCLIPPED if reach is None else reach) for reach, loss in zip(reaches, losses, strict=True))
+    return _clip(losses, reaches, cost)
+
+
+def _clip(losses: Sequence[GroupLoss], reaches: Sequence[float | None], cost: float) -> Clip:
+    if all(reach in (None, UNCLIPPED) for reach in reaches):
+        return Clip(None, cost)
     known = tuple(UNCLIPPED if reach is None else reach for reach in reaches)
-    return Clip(known if dtype == "int4" else known[0], loss)
+    return Clip(known if losses[0].dtype == "int4" else known[0], cost)
 
 
 def _group_clip(loss: GroupLoss) -> tuple[float | None, float]:
@@ -100,8 +127,7 @@ def _group_clip(loss: GroupLoss) -> tuple[float | None, float]:
     static = loss.own is None
     if loss.amax == 0:
         return (1.0 if static else None), 0.0  # zeros stay zeros in any range
-    widest = max(loss.amax, float(loss.rows.max()))
-    candidates = [widest * 2 ** (-k / STEPS_PER_OCTAVE) for k in range(SEARCHED_OCTAVES * STEPS_PER_OCTAVE)]
+    candidates = [loss.widest * 2 ** (-k / STEPS_PER_OCTAVE) for k in range(SEARCHED_OCTAVES * STEPS_PER_OCTAVE)]
     losses: list[float] = []
     for clip in candidates:
         losses.append(loss.at(clip))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_cli.calibration.choose import Candidate, Plan
-from mla_cli.calibration.clipping import Clip
+from mla_cli.calibration.choose_clips import ChosenClips
 from mla_cli.calibration.fallback import Fallback
 from mla_cli.calibration.observers import QUANTILES, LatentRange
 from mla_cli.calibration.passes import HeldOutCost
@@ -31,6 +31,7 @@ class Calibration:
 
     Attributes:
         cost: of all layers quantised, with what each layer costs by itself.
+        chosen: the ranges of all layers.
         candidates: plans that were compared, on the text `compared`. budget: bytes a token that were to be kept to.
         bytes: what a token takes over all layers with given quantizers; unquantised_bytes: of the checkpoint as it is.
         earlier: the comparison that chose the rotation, where an earlier calibration did.
@@ -39,7 +40,7 @@ class Calibration:
     plan: Plan
     scheme: KvScheme
     ranges: Sequence[LatentRange | None]
-    clips: Sequence[Clip | None]
+    chosen: ChosenClips
     cost: HeldOutCost
     fallback: Fallback
     candidates: Sequence[Candidate]
@@ -70,6 +71,13 @@ def build_report(found: Calibration, scales: EngineScales) -> dict[str, Any]:
         "rotation": {
             "kind": scheme.rotation,
             "measured": (measured or list(found.earlier)) if found.budget is None else [],
+        },
+        "ranges": {
+            "wider": found.chosen.wider,
+            "measured": [
+                {"wider": share, "ppl_change_percent": cost.change_percent, "kl": cost.kl}
+                for share, cost in found.chosen.measured
+            ],
         },
         "budget": None if found.budget is None else {"bytes_per_token": found.budget, "candidates": measured},
         "calibration": {
@@ -113,7 +121,7 @@ def build_report(found: Calibration, scales: EngineScales) -> dict[str, Any]:
 
 
 def _layer_report(found: Calibration, index: int) -> dict[str, Any]:
-    stored, seen, clip = found.scheme.layers[index], found.ranges[index], found.clips[index]
+    stored, seen, clip = found.scheme.layers[index], found.ranges[index], found.chosen.clips[index]
     loss = found.cost.layers[index]
     return {
         "layer": index,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.clipping import UNCLIPPED, choose_clip, group_losses
+from mla_cli.calibration.clipping import UNCLIPPED, Clip, choose_clip, group_losses
 from mla_cli.calibration.observers import LatentObserver, LatentRange, grouped_amax, page_reach
 from mla_cli.kernels.quantized import LatentQuantizer, group_of
 
@@ -51,6 +51,10 @@ def range_loss(
     losses = group_losses(seen, weights, dtype, granularity)
     clips = [clip] * len(losses) if isinstance(clip, float) else clip
     return sum(loss.at(reach) for loss, reach in zip(losses, clips, strict=True))
+
+
+def chosen_clip(seen: LatentRange, weights: Tensor, dtype: Any, granularity: Any) -> Clip:
+    return choose_clip(group_losses(seen, weights, dtype, granularity))
 
 
 def direct_loss(latents: Tensor, valid: Tensor, quantizer: LatentQuantizer, weigh: Weigh) -> float:
@@ -125,7 +129,7 @@ def test_a_page_that_grows_ends_at_the_clip(dtype: Any) -> None:
 def test_a_chosen_range_is_about_the_best_and_never_worse_than_none(dtype: Any, granularity: Any, weigh: Weigh) -> None:
     latents, valid = sequences()
     seen = observed(latents, valid, dtype, granularity)
-    clip = choose_clip(seen, weigh(seen.groups, seen.rows), dtype, granularity)
+    clip = chosen_clip(seen, weigh(seen.groups, seen.rows), dtype, granularity)
 
     def loss(reach: float | tuple[float, ...]) -> float:
         return direct_loss(latents, valid, LatentQuantizer(dtype, granularity, reach), weigh)
@@ -144,24 +148,24 @@ def test_a_range_is_cut_only_where_that_pays() -> None:
     seen = observed(outlier[None], torch.ones(1, 3000, dtype=torch.bool), "int8", "static")
     weights = torch.ones(len(seen.rows), dtype=torch.float64)
     # Told apart by nothing, one value of 400 counts for all the others' rounding: it keeps most of its range.
-    whole = choose_clip(seen, weights, "int8", "static")
+    whole = chosen_clip(seen, weights, "int8", "static")
     assert whole.reach is not None
     assert whole.reach > 100  # type: ignore[operator]
     # One that the loss does not mind takes no range of all others.
-    static = choose_clip(seen, torch.where(seen.rows > 100, 1e-6, 1.0).double(), "int8", "static")
+    static = chosen_clip(seen, torch.where(seen.rows > 100, 1e-6, 1.0).double(), "int8", "static")
     assert static.reach is not None
     assert static.reach < 20  # type: ignore[operator]
     assert static.loss < 0.05 * whole.loss
-    assert choose_clip(seen, weights, "int8", "token").reach is None  # each token has a range of its own
+    assert chosen_clip(seen, weights, "int8", "token").reach is None  # each token has a range of its own
     even = observed(torch.rand(1, 100, 64) + 1, torch.ones(1, 100, dtype=torch.bool), "int8", "static")
-    assert choose_clip(even, torch.ones(len(even.rows)).double(), "int8", "static").reach == even.amax
+    assert chosen_clip(even, torch.ones(len(even.rows)).double(), "int8", "static").reach == even.amax
 
 
 def test_only_the_groups_that_gain_are_cut() -> None:
     latents = torch.ones(400, WIDTH)  # exact as they are
     latents[:, 32:64] += torch.rand(400, 32, generator=torch.Generator().manual_seed(1))
     seen = observed(latents[None], torch.ones(1, 400, dtype=torch.bool), "int4", "token")
-    clip = choose_clip(seen, torch.ones(len(seen.rows), dtype=torch.float64), "int4", "token")
+    clip = chosen_clip(seen, torch.ones(len(seen.rows), dtype=torch.float64), "int4", "token")
     assert isinstance(clip.reach, tuple)
     assert clip.reach[0] == clip.reach[2] == UNCLIPPED
     assert 1.5 < clip.reach[1] < 2
@@ -173,7 +177,7 @@ def test_only_the_groups_that_gain_are_cut() -> None:
 @pytest.mark.parametrize("granularity", ["token", "page", "static"])
 def test_silent_layers_get_a_range_that_can_be_used(granularity: Any, dtype: Any) -> None:
     seen = observed(torch.zeros(1, 10, WIDTH), torch.ones(1, 10, dtype=torch.bool), dtype, granularity)
-    clip = choose_clip(seen, torch.ones(len(seen.rows)), dtype, granularity)
+    clip = chosen_clip(seen, torch.ones(len(seen.rows)), dtype, granularity)
     assert clip.loss == 0
     if granularity != "static":
         assert clip.reach is None

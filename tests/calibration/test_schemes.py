@@ -261,7 +261,7 @@ def test_a_stop_before_anything_is_written_changes_nothing(
     def stopped(*_: Any, **__: Any) -> Any:
         raise Stop
 
-    for name in ("measure_sensitivity", "watch_latents", "choose_clip", "build_report"):
+    for name in ("measure_sensitivity", "watch_latents", "choose_clips", "build_report"):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stopped)
             with pytest.raises(Stop):
