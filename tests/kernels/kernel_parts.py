@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from mla_cli.kernels import decode, dispatch
 from mla_cli.kernels.pages import PageLayout
 from mla_cli.kernels.tile import _from_bits
 from mla_cli.kernels.write import _fp8_bits, write
-from tests.kernels.interpreter import ROOT
+from scripts import gpu_correctness
 
 
 @triton.jit
@@ -90,15 +89,10 @@ def chosen(name: Any, dtype: Any, r: int, d: int, heads: int) -> str:
 
 
 def gpu_checks(only: str, factor: float = 1.0) -> list[tuple[str, float, bool]]:
-    """The checks of scripts/gpu_check.py whose name begins so, small and on the CPU: name, error, whether it may be.
+    """The checks of scripts/gpu_correctness.py whose name begins so, small and on the CPU: name, error, whether it may be.
 
     Decode's output is multiplied by `factor`.
     """
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    gpu_check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu_check)
     whole = decode.decode
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
@@ -107,11 +101,11 @@ def gpu_checks(only: str, factor: float = 1.0) -> list[tuple[str, float, bool]]:
 
     decode.decode = scaled
     try:
-        checks = [(name, error_of) for name, error_of in gpu_check.checks(torch.device("cpu"), small=True)]
+        checks = [(name, error_of) for name, error_of in gpu_correctness.checks(torch.device("cpu"), small=True)]
         found = [(name, error_of()) for name, error_of in checks if name.startswith(only)]
     finally:
         decode.decode = whole
-    return [(name, error, gpu_check.right(name, error)) for name, error in found]
+    return [(name, error, gpu_correctness.right(name, error)) for name, error in found]
 
 
 def attend_far_away(dtype: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
