@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -79,11 +80,10 @@ def write_calibration(
     stale = stale_engine_scales(model.source.tensors.infos.keys(), scales)
     if out is None:
         turned = {} if turns is None else _turned(model, turns)
-        if turned and KEY in scales.config:
-            # A kill between the weights and the configuration leaves the same model, turned. What an earlier calibration says
-            # of the latents is not true of these, so it goes first.
-            replace_files(folder, {CONFIG: _json(_uncalibrated(scales))})
-        replace_files(folder, files, {**turned, **scales.tensors})
+        # A kill between the weights and the configuration leaves the same model, turned, and that has to be said: its channels
+        # are in no order any more. What an earlier calibration says of the latents is not true of these.
+        before = {CONFIG: _json(_only_turned(scales, scheme))} if turned else {}
+        replace_files(folder, files, {**turned, **scales.tensors}, before=before)
         remove_tensors(folder, stale)
     else:
         _write_copy(model, out, turns, scales, stale, files, force=force)
@@ -92,10 +92,11 @@ def write_calibration(
         raise MlaError("the scheme that was written cannot be read back", where=target / CONFIG, fix="check the disk")
 
 
-def _uncalibrated(scales: EngineScales) -> dict[str, Any]:
-    """`config.json` without a word about caches."""
-    said = (KEY, ENGINE_KEY) if scales.tensors else (KEY,)
-    return {name: value for name, value in scales.config.items() if name not in said}
+def _only_turned(scales: EngineScales, scheme: KvScheme) -> dict[str, Any]:
+    """`config.json` that says of caches that latents are, or are about to be, turned; they are not quantised."""
+    layers = tuple(replace(layer, dtype="bf16", clip=None) for layer in scheme.layers)
+    said = {name: value for name, value in scales.config.items() if name != ENGINE_KEY or not scales.tensors}
+    return {**said, KEY: stored_scheme(replace(scheme, layers=layers))}
 
 
 def _turned(model: ModelSource, turns: Turns) -> dict[str, Tensor]:

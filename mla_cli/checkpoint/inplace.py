@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -17,30 +18,52 @@ from mla_cli.checkpoint.weight_file import DTYPES, read_header, read_json_object
 from mla_cli.errors import OutputError
 
 INDEX = "model.safetensors.index.json"
+# Sorts after every shard: readers that go by the files' names instead of the index read its tensors last.
+_MOVED = "model-recalibrated-{}.safetensors"
 _CHUNK = 1 << 24
+Content = bytes | Callable[[Path], None]
+"""What a file will hold, or what writes it where it is told to."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def replace_files(folder: Path, files: Mapping[str, bytes], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+def replace_files(
+    folder: Path,
+    files: Mapping[str, bytes],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    *,
+    before: Mapping[str, bytes] | None = None,
+) -> None:
     """Add or replace small files and tensors of a checkpoint; a kill at any moment leaves one that can be read.
 
-    A tensor goes where its name already is, a new one into the smallest weight file. Readers opened before refuse
-    to read on. The order is weights, index, other files, config.json: what refers to something comes after it.
+    The tensors change all at once. A new one goes into the smallest weight file; others stay where they are, or, where that are
+    several files, move to one of their own, which the index names from one moment on. Readers opened before refuse to read on.
+    The order is weights, index, other files, config.json: what refers to something comes after it.
+
+    Args:
+        before: small files that are put in place just before the weights: true of them whether they have changed or not.
     """
-    kept_back = [name for name in files if Path(name).name != name or name.startswith(".") or _is_weights(name)]
+    before = before or {}
+    kept_back = [n for n in (*files, *before) if Path(n).name != n or n.startswith(".") or _is_weights(n)]
     if kept_back:
         raise OutputError(f"{kept_back[0]!r} cannot be replaced as a small file", where=folder)
     added = {name: owned(name, tensor) for name, tensor in (tensors or {}).items()}
-    homes = _homes(folder, added) if added else {}
-    small = dict(files)
-    if homes and (folder / INDEX).exists():
-        small = {INDEX: _new_index(folder, homes, added, ())} | small
-    weights = {
-        file.name: partial(_write_extended, file, {name: added[name] for name in added if homes[name] == file}, ())
-        for file in sorted(set(homes.values()))
-    }
-    last = {name: small[name] for name in sorted(small, key=lambda name: name == "config.json")}
-    _put(folder, {**weights, **last})
+    small = sorted(files.items(), key=lambda file: file[0] == "config.json")
+    if not added:
+        _put(folder, [*before.items(), *small])
+        return
+    files_before = open_tensors(folder).files
+    home = _home(folder, added)
+    contents: list[tuple[str, Content]] = [*before.items(), (home.name, partial(_write_extended, home, added, ()))]
+    if (folder / INDEX).exists():
+        contents.append((INDEX, _new_index(folder, home, added, ())))
+    _put(folder, [*contents, *small])
+    # Where they were before, now or when a run was killed at this point, the index names them no more.
+    used = open_tensors(folder).files
+    stale = [file for file in used if file != home and not added.keys().isdisjoint(read_header(file))]
+    _put(folder, [(file.name, partial(_write_extended, file, {}, added)) for file in stale])
+    for file in files_before:
+        if file not in used:  # it held nothing else
+            remove(file)
 
 
 def remove_tensors(folder: Path, names: Collection[str]) -> None:
@@ -52,19 +75,21 @@ def remove_tensors(folder: Path, names: Collection[str]) -> None:
     files = sorted({reader.infos[name].file for name in names if name in reader.infos})
     if not files:
         return
-    index = {INDEX: _new_index(folder, {}, {}, names)} if (folder / INDEX).exists() else {}
-    _put(folder, {**index, **{file.name: partial(_write_extended, file, {}, names) for file in files}})
+    contents: list[tuple[str, Content]] = []
+    if (folder / INDEX).exists():
+        contents.append((INDEX, _new_index(folder, None, {}, names)))
+    _put(folder, [*contents, *((file.name, partial(_write_extended, file, {}, names)) for file in files)])
 
 
-def _put(folder: Path, contents: Mapping[str, bytes | Callable[[Path], None]]) -> None:
-    """Write files beside those that they replace (a function is given where to write), then put them in place in this order."""
-    for name in contents:
+def _put(folder: Path, contents: Sequence[tuple[str, Content]]) -> None:
+    """Write files beside those that they replace, then put them in place in this order."""
+    for name, _ in contents:
         if (folder / name).is_symlink():
             what = f"{name} is a link into a download cache, which is not changed"
             raise OutputError(what, where=folder, fix="give --out, so that a new checkpoint is written")
     written: list[tuple[Path, Path]] = []
     try:
-        for name, content in contents.items():
+        for name, content in contents:
             target = folder / name
             clean_leftovers(target)
             written.append((temporary_sibling(target), target))
@@ -88,27 +113,28 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin", ".index.json"))
 
 
-def _homes(folder: Path, added: Mapping[str, torch.Tensor]) -> dict[str, Path]:
+def _home(folder: Path, added: Mapping[str, torch.Tensor]) -> Path:
+    """Where all these tensors go."""
     reader = open_tensors(folder)
     if reader.files[0].suffix != ".safetensors":
         raise OutputError(
             "tensors can be added to safetensors files only", where=reader.files[0], fix="give --out for a new folder"
         )
+    known = {reader.infos[name].file for name in added if name in reader.infos}
+    if len(known) > 1:
+        # No two files are replaced at once, and half of a turn is another model: so a new file, and the index.
+        fresh = (folder / _MOVED.format(number) for number in count(1))
+        return next(file for file in fresh if file not in reader.files)
     # One home for all new tensors, so that a second calibration finds them together.
-    known = [reader.infos[name].file for name in added if name in reader.infos]
-    smallest = min(reader.files, key=lambda file: file.stat().st_size)
-    home = known[0] if known else smallest
-    return {name: reader.infos[name].file if name in reader.infos else home for name in added}
+    return next(iter(known)) if known else min(reader.files, key=lambda file: file.stat().st_size)
 
 
-def _new_index(
-    folder: Path, homes: Mapping[str, Path], added: Mapping[str, torch.Tensor], removed: Collection[str]
-) -> bytes:
+def _new_index(folder: Path, home: Path | None, added: Mapping[str, torch.Tensor], removed: Collection[str]) -> bytes:
     index = read_json_object(folder / INDEX)
     old = open_tensors(folder).infos
     kept = [info.nbytes for name, info in old.items() if name not in added and name not in removed]
     total = sum(kept) + sum(t.nbytes for t in added.values())
-    owners = index["weight_map"] | {name: file.name for name, file in homes.items()}
+    owners = index["weight_map"] | {name: home.name for name in added if home is not None}
     index["weight_map"] = {name: owners[name] for name in sorted(owners) if name not in removed}
     metadata = index.get("metadata")
     index["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": total}
@@ -116,22 +142,27 @@ def _new_index(
 
 
 def _write_extended(file: Path, added: Mapping[str, torch.Tensor], removed: Collection[str], target: Path) -> None:
-    """Copy a safetensors file with some tensors added, exchanged or left out, without loading the others."""
-    kept = {name: stored for name, stored in read_header(file).items() if name not in added and name not in removed}
+    """Copy a safetensors file with some tensors added, exchanged or left out, without loading the others.
+
+    One that is not there, or that a killed run left and no index names, counts as empty.
+    """
+    used = open_tensors(file.parent).files
+    header = read_header(file) if file in used else {}
+    kept = {name: stored for name, stored in header.items() if name not in added and name not in removed}
     shapes = {name: (s.info.dtype, list(s.info.shape)) for name, s in kept.items()}
     shapes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in added.items()}
     # Wide types first keeps every tensor aligned, as the library itself writes them.
     order = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         begin, end = end, end + (added[name].nbytes if name in added else kept[name].info.nbytes)
         dtype, shape = shapes[name]
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        table[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     try:
-        with open(file, "rb") as source, open(target, "wb") as stream:
+        with open(file if kept else os.devnull, "rb") as source, open(target, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for name in order:
                 if name in added:

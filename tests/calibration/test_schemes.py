@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from mla_cli.calibration import calibrate as module
 from mla_cli.calibration import store
 from mla_cli.calibration.calibrate import calibrate
 from mla_cli.calibration.passes import watch_latents
+from mla_cli.calibration.rotate_model import DOWN, UP
 from mla_cli.checkpoint import inplace
 from mla_cli.checkpoint.engine_scales import KEY as ENGINE_KEY
 from mla_cli.checkpoint.engine_scales import QUANTIZATION, check_engine_scales, is_engine_scale
 from mla_cli.checkpoint.kv_cache import KEY, KvScheme, quantizers_for, read_scheme
+from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.checkpoint.reader import open_tensors
+from mla_cli.checkpoint.writer import CheckpointWriter
 from mla_cli.errors import UsageError
 from mla_cli.model.cache import Cache
 from mla_cli.runtime.engine import open_engine
@@ -223,16 +227,35 @@ def logits(checkpoint: Path) -> Tensor:
         return decoder.logits(decoder(random_tokens(2, 20)))
 
 
-@pytest.mark.parametrize("earlier", [None, "int8", "fp8"])
-@pytest.mark.parametrize("stop", range(1, 9))
+def in_shards(checkpoint: Path) -> None:
+    """The same checkpoint in several files, which cut through its layers."""
+    reader, aside = open_tensors(checkpoint), checkpoint.with_name("aside")
+    with CheckpointWriter(aside, max_shard_bytes=12_000) as writer:
+        for name in sorted(reader.infos, key=lambda name: name.rpartition(".")[::-1]):
+            writer.add(name, reader.read(name))
+        for file in checkpoint.iterdir():
+            if file.suffix != ".safetensors":
+                writer.copy(file)
+    shutil.rmtree(checkpoint)
+    aside.rename(checkpoint)
+
+
+@pytest.mark.parametrize("earlier", [None, "int8", "fp8", "shards"])
+@pytest.mark.parametrize("stop", range(1, 10))
 def test_a_stop_while_it_is_written_leaves_a_checkpoint_that_runs(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, earlier: Any, stop: int
 ) -> None:
     plain = logits(checkpoint)
-    if earlier is not None:
+    if earlier == "shards":
+        in_shards(checkpoint)
+        first = open_model(str(checkpoint))
+        homes = {first.source.tensors.infos[f"model.layers.0.self_attn.{name}"].file for name in (DOWN, UP)}
+        assert len(homes) == 2
+    elif earlier is not None:
         chosen = options(checkpoint, kv_dtype=earlier, scales="static", max_loss=LOOSE, rotation="none")
         calibrate(str(checkpoint), None, chosen, CPU)
     told = read(checkpoint / "config.json").get(KEY)
+    weights = weights_of(checkpoint)
     chosen = options(checkpoint, kv_dtype="int4", rotation="hadamard", max_loss=LOOSE)
     with monkeypatch.context() as patch:
         names = stop_at(patch, stop)
@@ -243,14 +266,25 @@ def test_a_stop_while_it_is_written_leaves_a_checkpoint_that_runs(
     torch.testing.assert_close(logits(checkpoint), plain, atol=2e-4, rtol=1e-4)
     generated(checkpoint, 4)
     model = open_model(str(checkpoint))
-    found, turned = read_scheme(model.source.config, model.spec), "model.safetensors" in names[: stop - 1]
+    found, turned = read_scheme(model.source.config, model.spec), weights_of(checkpoint) != weights
     assert not list(checkpoint.glob("*.tmp*"))
-    if not turned:  # nothing, or what an earlier calibration said of these very latents
-        assert read(checkpoint / "config.json").get(KEY) in (None, told)
-    else:  # ranges of latents that are no more there would not fit
-        assert found is None or (found.dtype, found.rotation) == ("int4", "hadamard")
+    if found is not None and found.rotation == "hadamard":
+        # Of latents that may not be turned yet, nothing is quantised; ranges of those before would not fit.
+        assert found.dtype == "int4"
+        assert turned or all(layer.dtype == "bf16" for layer in found.layers)
+        with pytest.raises(UsageError, match="turned"):
+            check_latent_strength(model, 0.5)
+    else:  # nothing, or what an earlier calibration said of these very latents
+        assert not turned
+        assert read(checkpoint / "config.json").get(KEY) == told
     calibrate(str(checkpoint), None, options(checkpoint, max_loss=LOOSE), CPU)
     assert scheme(checkpoint).dtype == "int8"
+
+
+def weights_of(checkpoint: Path) -> dict[str, bytes]:
+    """What a turn changes."""
+    reader = open_tensors(checkpoint)
+    return {name: reader.read(name).numpy().tobytes() for name in reader.infos if ".kv_" in name}
 
 
 def test_a_stop_before_anything_is_written_changes_nothing(

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -581,6 +582,45 @@ def test_a_stop_at_any_rename_leaves_a_readable_checkpoint(
         assert "new" not in (checkpoint / "config.json").read_text()
     reader = open_tensors(checkpoint)
     assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors().items())
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_tensors_of_several_files_change_all_at_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    replace = os.replace
+    old, calls, found = tensors(), [0], []  # type: ignore[var-annotated]
+    new = {name: tensor * 2 for name, tensor in list(old.items())[::2]}
+
+    def look() -> None:
+        reader = open_tensors(checkpoint)
+        says = json.loads((checkpoint / "config.json").read_text()).get("says")
+        found.append((says, {name: reader.read(name) for name in reader.infos}))
+
+    def watched_replace(source: Any, target: Any) -> None:
+        look()
+        calls[0] += 1
+        if calls[0] == stop:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(inplace.os, "replace", watched_replace)
+    said = [json.dumps({"says": word}).encode() for word in ("soon", "done")]
+    with suppress(KeyboardInterrupt):
+        replace_files(checkpoint, {"config.json": said[1]}, new, before={"config.json": said[0]})
+    look()
+    for says, state in found:
+        doubled = {name for name in old if not torch.equal(state[name], old[name])}
+        assert doubled in (set(), set(new))
+        assert all(torch.equal(state[name], new[name]) for name in doubled)
+        # What is said before holds from before the weights change; what is said in the end, from when they have.
+        assert says in ({"soon", "done"} if doubled else {None, "soon"})
+    monkeypatch.undo()
+    replace_files(checkpoint, {"config.json": said[1]}, new)  # after a stop, the same again
+    assert_holds(checkpoint, old | new)
+    used = open_tensors(checkpoint).files
+    assert sorted(name for file in used for name in load_file(file)) == sorted(old)  # each in one place
+    assert calls[0] == stop or set(checkpoint.glob("*.safetensors")) == set(used)
 
 
 def test_a_failed_write_changes_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
