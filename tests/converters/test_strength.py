@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mla_cli.app import main
 from mla_cli.calibration.layer_bank import LayerBank
@@ -242,7 +241,12 @@ def test_progressive_conversion_resumes_in_either_stage(
 ) -> None:
     words = ("--heal", "layers", "--heal-steps", 8, "--progressive")
     assert convert(source, *words) == 0
-    expected, report = load_file(source.parent / "out" / "model.safetensors"), read_report(source)
+
+    def scores() -> torch.Tensor:
+        decoder = load_decoder(open_model(str(source.parent / "out")))
+        return decoder.logits(decoder(random_tokens(4, 40)))
+
+    expected, report = scores(), read_report(source)
     heal, calls = LayersHealing._heal, []  # two layers in each of the two stages
 
     def interrupted(self: LayersHealing, index: int, seconds: float) -> Any:
@@ -255,9 +259,8 @@ def test_progressive_conversion_resumes_in_either_stage(
     assert convert(source, *words, "--force") == 130
     assert convert(source, *words, "--force", "--resume") == 0
     assert calls == healed
-    for name, tensor in load_file(source.parent / "out" / "model.safetensors").items():
-        # A layer that was kept has its gain folded in, which rounds.
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-3, msg=name)
+    # A layer that was kept has its gain folded in, which rounds; channels of a latent may change sign by it.
+    torch.testing.assert_close(scores(), expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
     again = read_report(source)
     for key in ("ppl_milder_healed", "ppl_cut", "ppl_final"):
         assert again["heldout"][key] == pytest.approx(report["heldout"][key], rel=1e-2)

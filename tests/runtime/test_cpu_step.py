@@ -381,7 +381,7 @@ def test_without_the_kernels_pytorch_computes_and_says_why(
     plain = subprocess.run(
         [*command, "--backend", "reference"],
         cwd=root,
-        env=base,
+        env={**base, "MLA_CPU_KERNELS": "off"},
         capture_output=True,
         text=True,
         timeout=300,
