@@ -23,7 +23,7 @@ from mla_cli.calibration.report import Calibration, build_report
 from mla_cli.calibration.sensitivity import SEQUENCES, by_content, measure_sensitivity
 from mla_cli.calibration.store import REPORT_KEY, check_target, folded_rotation, stored_report, write_calibration
 from mla_cli.calibration.texts import CalibrationTexts, first, hold_out
-from mla_cli.calibration.variants import Variant
+from mla_cli.calibration.variants import Variant, unchanged
 from mla_cli.checkpoint.engine_scales import make_engine_scales
 from mla_cli.checkpoint.kv_cache import LARGEST, REACH_QUANTILE, KvScheme, LayerRange, Rotation
 from mla_cli.checkpoint.load import ModelSource, open_model
@@ -235,6 +235,7 @@ def _fall_back(
         cost,
         _max_loss(options) if options.budget_bytes is None else None,
         lambda others: held_out.costs([variant.cached(others)], title="leaving layers unquantised")[0],
+        exact=variant.change is unchanged,
     )
     return fallback, cost
 

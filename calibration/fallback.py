@@ -43,12 +43,15 @@ def fall_back(
     all_quantised: HeldOutCost,
     max_loss: float | None,
     measure: Callable[[Quantizers], HeldOutCost],
+    *,
+    exact: bool = True,
 ) -> Fallback:
     """Leave layers unquantised until the perplexity is at most `max_loss` percent higher (None: leave none).
 
     Args:
         losses: what each layer costs by itself. all_quantised: what the whole costs with `quantizers`.
         measure: what the whole costs with others.
+        exact: unquantised layers compute what they did before, to the bit. (Weights that were turned are rounded anew.)
     """
     used = [layer for layer, quantizer in enumerate(quantizers) if quantizer is not None]
     order = sorted(used, key=lambda layer: (-losses[layer], layer))
@@ -75,6 +78,8 @@ def fall_back(
             middle = (low + high) // 2
             low, high = (low, middle) if small_enough(middle) else (middle, high)
         small_enough(high)
+        if high == len(order) and not exact:
+            tried[high] = replace(tried[high], cost=measure(tried[high].quantizers))
     return Fallback(tried[high], tuple(tried[count] for count in sorted(tried)))
 
 

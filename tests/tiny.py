@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from mla_cli.app import main
+from mla_cli.checkpoint.latent_strength import narrowed_layer
+from mla_cli.model.decoder import Decoder, DecoderLayer
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -94,3 +96,9 @@ def run_convert(source: Path, *more: object) -> int:
     """Run `mla convert` on `source` into the folder `out` beside it, on 12 sequences of the `text.txt` there."""
     words = [source, source.parent / "out", "--calib", source.parent / "text.txt", "--samples", 12, "--seq-len", 32]
     return main(["convert", *map(str, [*words, *more])])
+
+
+def with_latent_strength(decoder: Decoder, strength: float) -> Decoder:
+    """A decoder with the first share of each latent's channels, as it is made where models are loaded to run."""
+    layers: list[DecoderLayer] = list(decoder.layers)  # type: ignore[arg-type]
+    return decoder.with_layers([narrowed_layer(layer, strength) for layer in layers])

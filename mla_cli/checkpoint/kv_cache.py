@@ -173,11 +173,6 @@ def cache_plan(config: dict[str, Any], spec: DecoderSpec, kv_dtype: str, latent_
     return CachePlan(quantizers, strength, scheme)
 
 
-def quantizers_for(config: dict[str, Any], spec: DecoderSpec, kv_dtype: str) -> Quantizers | None:
-    """One quantizer a layer (None: not quantised), or None where nothing is quantised; see `cache_plan`."""
-    return cache_plan(config, spec, kv_dtype).quantizers
-
-
 def _quantizers_and_scheme(
     config: dict[str, Any], spec: DecoderSpec, kv_dtype: str
 ) -> tuple[Quantizers | None, KvScheme | None]:

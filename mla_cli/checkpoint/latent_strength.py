@@ -18,7 +18,7 @@ from mla_cli.errors import UsageError
 if TYPE_CHECKING:
     from mla_cli.checkpoint.load import ModelSource
     from mla_cli.model.attention import LatentAttention
-    from mla_cli.model.decoder import Decoder, DecoderLayer
+    from mla_cli.model.decoder import DecoderLayer
     from mla_cli.model.latent_weights import LatentWeights
 
 
@@ -81,21 +81,14 @@ def check_latent_strength(model: ModelSource, strength: float) -> None:
     )
 
 
-def with_latent_strength(decoder: Decoder, strength: float) -> Decoder:
-    """A decoder that caches and uses the first `ceil(strength * r)` channels of each latent, and nothing of the rest.
+def narrowed_layer(layer: DecoderLayer, strength: float) -> DecoderLayer:
+    """A layer that caches and uses the first `ceil(strength * r)` channels of its latent, and nothing of the rest.
 
-    Everything but latent attention is shared with `decoder`; at strength 1 it is `decoder` itself.
+    The layer itself where there is nothing to narrow.
 
     Raises:
-        UsageError: out of range, or a layer's channels are not ordered.
+        UsageError: its channels are not ordered.
     """
-    if check_strength(strength) == 1:
-        return decoder
-    return decoder.with_layers([narrowed_layer(layer, strength) for layer in decoder.layers])  # type: ignore[arg-type]
-
-
-def narrowed_layer(layer: DecoderLayer, strength: float) -> DecoderLayer:
-    """One layer of `with_latent_strength`; the layer itself where there is nothing to narrow."""
     from mla_cli.model.attention import LatentAttention
 
     attention = layer.self_attn

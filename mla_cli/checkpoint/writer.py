@@ -61,9 +61,13 @@ def check_output(out: Path, force: bool, *, source: Path | None = None, needed_b
             entries = os.listdir(out)
         except OSError as error:
             raise disk_error(error, out, 0) from error
+        replaceable = _is_checkpoint(out, entries)
         if entries and not force:
-            raise OutputError("the output folder exists and is not empty", where=shown, fix="--force replaces it")
-        if entries and not _is_checkpoint(out, entries):
+            advice = (
+                "--force replaces it" if replaceable else "choose another folder (it does not look like a checkpoint)"
+            )
+            raise OutputError("the output folder exists and is not empty", where=shown, fix=advice)
+        if entries and not replaceable:
             what = "the output folder holds something that does not look like a checkpoint, and --force would delete it"
             raise OutputError(what, where=shown, fix="choose another folder, or delete this one yourself")
         if os.path.ismount(out):

@@ -13,7 +13,6 @@ from mla_cli.calibration.calibrate import calibrate
 from mla_cli.calibration.passes import HeldOut
 from mla_cli.calibration.variants import make_variant
 from mla_cli.checkpoint.kv_cache import KEY, cache_plan
-from mla_cli.checkpoint.latent_strength import with_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.errors import UsageError
 from mla_cli.evaluation.subject import load_subject
@@ -22,7 +21,7 @@ from mla_cli.runtime.engine import open_engine
 from mla_cli.runtime.request import Request
 from mla_cli.runtime.sampling_params import SamplingParams
 from tests.calibration.support import CPU, converted, options, read, texts_of
-from tests.tiny import random_tokens
+from tests.tiny import random_tokens, with_latent_strength
 
 LAYERS, ROPE = 2, 8
 SMALLEST = LAYERS * (1 + 2 + 2 * ROPE)  # INT4: one byte of codes, one scale, the rotary key in bfloat16

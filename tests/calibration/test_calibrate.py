@@ -17,7 +17,7 @@ from mla_cli.calibration.calibrate import calibrate
 from mla_cli.calibration.choose_texts import choose_texts
 from mla_cli.calibration.passes import watch_latents
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.checkpoint.kv_cache import KEY, quantizers_for
+from mla_cli.checkpoint.kv_cache import KEY, cache_plan
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters.convert import convert
 from mla_cli.converters.options import ConvertOptions
@@ -38,7 +38,7 @@ def test_the_stored_scheme_is_used_and_costs_what_the_report_says(checkpoint: Pa
     chosen = options(checkpoint, kv_dtype=kv_dtype, scales=scales, max_loss=100.0)
     report = calibrate(str(checkpoint), None, chosen, CPU)
     model = open_model(str(checkpoint))
-    quantizers = quantizers_for(model.source.config, model.spec, "auto")
+    quantizers = cache_plan(model.source.config, model.spec, "auto").quantizers
     assert quantizers is not None
     assert all(q is not None and (q.dtype, q.granularity) == (kv_dtype, scales) for q in quantizers)
     held = report["heldout"]
@@ -66,9 +66,9 @@ def test_an_unquantised_cache_ignores_the_scheme(checkpoint: Path) -> None:
     before, after = [], []
     for said in (before, after):
         model = open_model(str(checkpoint))
-        assert quantizers_for(model.source.config, model.spec, "bf16") is None
+        assert cache_plan(model.source.config, model.spec, "bf16").quantizers is None
         decoder = load_decoder(model)
-        cache = decoder.make_cache(2, 40, quantizers_for(model.source.config, model.spec, "bf16"))
+        cache = decoder.make_cache(2, 40, cache_plan(model.source.config, model.spec, "bf16").quantizers)
         with torch.inference_mode():
             said.append(decoder.logits(decoder(tokens, cache)))
         if said is before:
@@ -169,7 +169,7 @@ def test_silent_and_tiny_latents_survive_the_whole_way(tmp_path: Path) -> None:
         assert report["layers"][1]["attention_error"] < 0.1
         model = open_model(str(checkpoint))
         decoder = load_decoder(model)
-        cache = decoder.make_cache(1, 20, quantizers_for(model.source.config, model.spec, "auto"))
+        cache = decoder.make_cache(1, 20, cache_plan(model.source.config, model.spec, "auto").quantizers)
         with torch.inference_mode():
             assert bool(torch.isfinite(decoder.logits(decoder(random_tokens(1, 20), cache))).all())
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_cli.calibration.calibrate import CalibrateOptions, calibrate
 from mla_cli.calibration.fallback import Fallback, fall_back, without
 from mla_cli.calibration.passes import HeldOutCost
-from mla_cli.checkpoint.kv_cache import KEY, Quantizers, quantizers_for
+from mla_cli.checkpoint.kv_cache import KEY, Quantizers, cache_plan
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.cache import Cache
@@ -98,6 +98,15 @@ def test_all_layers_if_nothing_else_does() -> None:
     assert 0 < model.measured <= 6
 
 
+def test_what_a_turn_alone_costs_is_measured_where_all_layers_stay_unquantised() -> None:
+    model = Model([3.0] * 4, total=lambda costs: 50.0 if costs else 0.25)
+    quantizers, cost = model.quantizers, model.cost(model.quantizers)
+    told = fall_back(quantizers, model.costs, cost, 0.1, model.measure, exact=False)
+    assert told.chosen.layers == (0, 1, 2, 3)
+    assert told.chosen.cost.change_percent == pytest.approx(0.25)
+    assert told.trade[-1] == told.chosen
+
+
 def test_what_is_measured_counts_and_not_what_was_expected() -> None:
     # The order is by what was foretold; how many it takes, by measurement, even where costs do not add up.
     model = Model([5.0, 0.2, 5.0, 0.2], total=max)
@@ -146,7 +155,7 @@ def test_a_ruined_layer_stays_in_bfloat16(ruined: Path, scales: Any) -> None:
     assert stored["max_loss"] == report["max_loss_percent"] == 0.5
     assert report["layers"][0]["amax"] > 2900
     assert report["layers"][0]["clip"] is None
-    quantizers = quantizers_for(model.source.config, model.spec, "auto")
+    quantizers = cache_plan(model.source.config, model.spec, "auto").quantizers
     assert quantizers is not None
     assert [quantizer is None for quantizer in quantizers] == [True, False]
     # The trade: everything that was tried, which of it is stored, and what it costs to lose nothing.
@@ -172,7 +181,9 @@ def test_a_layer_left_in_bfloat16_is_exact_in_the_cache(ruined: Path) -> None:
     calibrate(str(ruined), None, written(ruined, rotation="none", max_loss=0.5), CPU)
     model, tokens = open_model(str(ruined)), random_tokens(2, 30)
     decoder = load_decoder(model)
-    caches = [decoder.make_cache(2, 30, q) for q in (quantizers_for(model.source.config, model.spec, "auto"), None)]
+    caches = [
+        decoder.make_cache(2, 30, q) for q in (cache_plan(model.source.config, model.spec, "auto").quantizers, None)
+    ]
     with torch.inference_mode():
         for cache in caches:
             decoder(tokens, cache)
@@ -192,7 +203,7 @@ def test_a_limit_that_nothing_meets_leaves_all_layers(native: Path) -> None:
     assert [layer["dtype"] for layer in report["layers"]] == ["bf16", "bf16"]
     assert told["kl"] == 0
     model = open_model(str(native))
-    quantizers = quantizers_for(model.source.config, model.spec, "auto")
+    quantizers = cache_plan(model.source.config, model.spec, "auto").quantizers
     assert report["bytes_per_token"]["quantised"] == Cache(
         model.spec, 1, 1, dtype=torch.float32, quantizers=quantizers
     ).bytes_per_token()  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_cli.calibration.calibrate import calibrate
-from mla_cli.checkpoint.kv_cache import KEY, quantizers_for
+from mla_cli.checkpoint.kv_cache import KEY, cache_plan
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.errors import UsageError
 from tests.calibration.support import CPU, converted, edit_weights, options, read
@@ -22,7 +22,7 @@ TOKENS = random_tokens(2, 30)
 def logits(checkpoint: Path, kv_dtype: str = "bf16") -> Tensor:
     model = open_model(str(checkpoint))
     decoder = load_decoder(model, dtype=torch.float64)
-    cache = decoder.make_cache(2, 30, quantizers_for(model.source.config, model.spec, kv_dtype))
+    cache = decoder.make_cache(2, 30, cache_plan(model.source.config, model.spec, kv_dtype).quantizers)
     with torch.inference_mode():
         return decoder.logits(decoder(TOKENS, cache))
 

@@ -19,7 +19,7 @@ from mla_cli.calibration.rotate_model import DOWN, UP
 from mla_cli.checkpoint import inplace
 from mla_cli.checkpoint.engine_scales import KEY as ENGINE_KEY
 from mla_cli.checkpoint.engine_scales import QUANTIZATION, check_engine_scales, is_engine_scale
-from mla_cli.checkpoint.kv_cache import KEY, KvScheme, quantizers_for, read_scheme
+from mla_cli.checkpoint.kv_cache import KEY, KvScheme, cache_plan, read_scheme
 from mla_cli.checkpoint.latent_strength import check_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.checkpoint.reader import open_tensors
@@ -45,7 +45,7 @@ def scheme(checkpoint: Path) -> KvScheme:
 def allocated(checkpoint: Path) -> int:
     """Bytes a token, of a cache with room for many."""
     model = open_model(str(checkpoint))
-    quantizers = quantizers_for(model.source.config, model.spec, "auto")
+    quantizers = cache_plan(model.source.config, model.spec, "auto").quantizers
     return Cache(model.spec, 3, 160, dtype=torch.float32, quantizers=quantizers).bytes_per_token()
 
 

@@ -16,7 +16,6 @@ from mla_cli.checkpoint.kv_cache import (
     KvScheme,
     LayerRange,
     cache_plan,
-    quantizers_for,
     read_scheme,
     stored_scheme,
 )
@@ -83,14 +82,14 @@ def test_the_first_version_is_still_read() -> None:
     layers = (LayerRange("int8", 2.5, 4.0), LayerRange("bf16", None, 3.0))
     expected = KvScheme("int8", "static", layers, samples=8, tokens=256, origin="files: a.txt")
     assert read_scheme({KEY: FIRST}, SPEC) == expected
-    assert quantizers_for({KEY: FIRST}, SPEC, "auto") == (LatentQuantizer("int8", "static", 2.5), None)
+    assert cache_plan({KEY: FIRST}, SPEC, "auto").quantizers == (LatentQuantizer("int8", "static", 2.5), None)
 
 
 def test_groups_and_rotary_keys_reach_the_cache() -> None:
     quantizer = LatentQuantizer("int4", "page", (2.5, 3.0), "int8")
-    assert quantizers_for(config(GROUPS), SPEC, "auto") == (quantizer, None)
-    assert quantizers_for(config(GROUPS), SPEC, "int4") == (quantizer, None)
-    assert quantizers_for(config(replace(TOKEN, rope_dtype="fp8")), SPEC, "auto") == (
+    assert cache_plan(config(GROUPS), SPEC, "auto").quantizers == (quantizer, None)
+    assert cache_plan(config(GROUPS), SPEC, "int4").quantizers == (quantizer, None)
+    assert cache_plan(config(replace(TOKEN, rope_dtype="fp8")), SPEC, "auto").quantizers == (
         LatentQuantizer("int8", "token", math.inf, "fp8"),
         LatentQuantizer("int8", "token", 2.5, "fp8"),
     )
@@ -118,19 +117,19 @@ def test_a_scheme_for_a_part_of_each_latent_runs_on_that_part() -> None:
 
 def test_auto_is_as_calibrated_and_bf16_as_never_calibrated() -> None:
     token = (LatentQuantizer("int8", "token", math.inf), LatentQuantizer("int8", "token", 2.5))
-    assert quantizers_for(config(TOKEN), SPEC, "auto") == token
-    assert quantizers_for(config(TOKEN), SPEC, "int8") == token
-    assert quantizers_for(config(STATIC), SPEC, "auto") == (LatentQuantizer("fp8", "static", 3.0),) * 2
-    assert quantizers_for(config(STATIC), SPEC, "bf16") is None
-    assert quantizers_for({}, SPEC, "auto") is None
-    assert quantizers_for({}, SPEC, "bf16") is None
+    assert cache_plan(config(TOKEN), SPEC, "auto").quantizers == token
+    assert cache_plan(config(TOKEN), SPEC, "int8").quantizers == token
+    assert cache_plan(config(STATIC), SPEC, "auto").quantizers == (LatentQuantizer("fp8", "static", 3.0),) * 2
+    assert cache_plan(config(STATIC), SPEC, "bf16").quantizers is None
+    assert cache_plan({}, SPEC, "auto").quantizers is None
+    assert cache_plan({}, SPEC, "bf16").quantizers is None
     # A damaged scheme is not in the way of a cache that does not use it.
-    assert quantizers_for({KEY: 3}, SPEC, "bf16") is None
+    assert cache_plan({KEY: 3}, SPEC, "bf16").quantizers is None
 
 
 @pytest.mark.parametrize("name", ["fp8", "FP8", "fp8_e4m3", "fp8-e4m3", "fp8_e4m3fn", "float8_e4m3fn", "e4m3"])
 def test_every_alias_takes_the_calibrated_scheme(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quantizers_for(config(STATIC), SPEC, name) == quantizers_for(config(STATIC), SPEC, "auto")
+    assert cache_plan(config(STATIC), SPEC, name).quantizers == cache_plan(config(STATIC), SPEC, "auto").quantizers
     assert capsys.readouterr().err == ""
 
 
@@ -140,7 +139,7 @@ def test_every_alias_takes_the_calibrated_scheme(name: str, capsys: pytest.Captu
 def test_a_type_never_calibrated_is_dynamic_and_said_loudly(
     stored: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert quantizers_for(stored, SPEC, "int8") == (LatentQuantizer("int8"),) * 2
+    assert cache_plan(stored, SPEC, "int8").quantizers == (LatentQuantizer("int8"),) * 2
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ")
     assert said in warning
@@ -148,29 +147,29 @@ def test_a_type_never_calibrated_is_dynamic_and_said_loudly(
 
 
 def test_only_latent_layers_are_quantised() -> None:
-    assert quantizers_for({}, spec(STANDARD, LATENT), "fp8") == (None, LatentQuantizer("fp8"))
+    assert cache_plan({}, spec(STANDARD, LATENT), "fp8").quantizers == (None, LatentQuantizer("fp8"))
     scheme = replace(TOKEN, layers=(LayerRange("bf16", None, 3.0), LAYERS[1]))
-    assert quantizers_for(config(scheme), spec(STANDARD, LATENT), "auto") == (
+    assert cache_plan(config(scheme), spec(STANDARD, LATENT), "auto").quantizers == (
         None,
         LatentQuantizer("int8", "token", 2.5),
     )
-    assert quantizers_for(config(scheme), SPEC, "auto") == (None, LatentQuantizer("int8", "token", 2.5))
+    assert cache_plan(config(scheme), SPEC, "auto").quantizers == (None, LatentQuantizer("int8", "token", 2.5))
     with pytest.raises(InputError, match="is not bf16"):
-        quantizers_for(config(TOKEN), spec(STANDARD, LATENT), "auto")
+        cache_plan(config(TOKEN), spec(STANDARD, LATENT), "auto")
 
 
 def test_a_standard_model_has_no_latents_to_quantise() -> None:
     for kind in ("auto", "bf16"):
-        assert quantizers_for({}, spec(STANDARD), kind) is None
+        assert cache_plan({}, spec(STANDARD), kind).quantizers is None
     for kind in ("int8", "fp8", "fp8_e4m3", "int4"):
         with pytest.raises(UsageError, match="only latents are quantised"):
-            quantizers_for({}, spec(STANDARD), kind)
+            cache_plan({}, spec(STANDARD), kind)
 
 
 @pytest.mark.parametrize("name", ["int3", "e5m2", "fp8_e5m2", "", "none"])
 def test_an_unknown_type_is_a_usage_error(name: str) -> None:
     with pytest.raises(UsageError, match="use auto, bf16, int8, fp8 or int4"):
-        quantizers_for({}, SPEC, name)
+        cache_plan({}, SPEC, name)
 
 
 def _broken(scheme: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -228,7 +227,7 @@ def test_an_unsound_scheme_is_refused_by_name(path: str, value: Any, where: str,
         assert read_scheme(sound, SPEC) == TOKEN
     for kind in ("auto", "int8", "fp8"):
         with pytest.raises(InputError) as caught:
-            quantizers_for(_broken(sound, path, value), SPEC, kind)
+            cache_plan(_broken(sound, path, value), SPEC, kind)
         assert caught.value.where == f"config.json: {where}"
         assert caught.value.fix
 

@@ -302,6 +302,7 @@ def test_an_existing_output_needs_force_and_is_replaced_wholly(out: Path) -> Non
 def test_force_deletes_checkpoints_only(out: Path) -> None:
     out.mkdir()
     (out / "letter.txt").touch()
+    assert "choose another folder" in refusal(out)  # and not an option that would be refused, too
     assert "does not look like a checkpoint" in refusal(out, True)
     (out / "config.json").write_text('{"editor": "vim"}')
     assert "does not look like a checkpoint" in refusal(out, True)

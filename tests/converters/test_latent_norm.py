@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_cli.checkpoint.latent_strength import with_latent_strength
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters import latent_norm
 from mla_cli.converters.heal_layers import LayersHealing
@@ -23,7 +22,7 @@ from mla_cli.errors import UsageError
 from mla_cli.model.decoder import Decoder, begin_step
 from mla_cli.model.latent_weights import LatentWeights
 from tests.converters.test_heal import a_student
-from tests.tiny import random_tokens, run_convert, save_tokenizer
+from tests.tiny import random_tokens, run_convert, save_tokenizer, with_latent_strength
 
 
 def normed_layers(student: Student) -> list[LatentWeights]:

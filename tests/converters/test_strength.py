@@ -14,7 +14,7 @@ from mla_cli.app import main
 from mla_cli.calibration.layer_bank import LayerBank
 from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
-from mla_cli.checkpoint.latent_strength import kept_channels, with_latent_strength
+from mla_cli.checkpoint.latent_strength import kept_channels
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters.closed_form import closed_form, gather_source_statistics
 from mla_cli.converters.heal_data import Reader
@@ -27,7 +27,7 @@ from mla_cli.converters.recut import put_in_order, recut
 from mla_cli.converters.student import Student
 from mla_cli.converters.write import write_checkpoint
 from mla_cli.model.latent_weights import LatentWeights
-from tests.tiny import random_tokens, run_convert, save_tiny
+from tests.tiny import random_tokens, run_convert, save_tiny, with_latent_strength
 
 CPU = torch.device("cpu")
 BATCHES = Batches(8, 8)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mla_cli.app import main
 from mla_cli.checkpoint.deepseek_form import stock_tensors
-from mla_cli.checkpoint.latent_strength import with_latent_strength
+from mla_cli.checkpoint.latent_strength import narrowed_layer
 from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters.choose import plan_conversion
 from mla_cli.converters.convert import convert
@@ -31,7 +31,7 @@ from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, RotarySpec
 from mla_cli.runtime.engine import open_engine
 from mla_cli.runtime.request import Request
 from mla_cli.runtime.sampling_params import SamplingParams
-from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
+from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer, with_latent_strength
 
 RANK = 12
 ATTENTION = LatentAttentionSpec(
@@ -320,7 +320,7 @@ def test_what_cannot_carry_a_gate_refuses_it(checkpoints: tuple[Path, Path], cap
         stock_tensors(weights, 22, query_bias=False)
     with pytest.raises(UsageError, match="gate"):
         with_latent_strength(decoder, 0.5)
-    assert with_latent_strength(decoder, 1.0) is decoder
+    assert all(narrowed_layer(layer, 1.0) is layer for layer in decoder.layers)  # type: ignore[arg-type]
     assert main(["generate", str(checkpoints[1]), "hi", "--latent-strength", "0.5"]) == 2
     assert "gate" in capfd.readouterr().err
     with pytest.raises(ValueError, match="gate"):
