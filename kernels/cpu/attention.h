@@ -100,6 +100,13 @@ struct Keys {  // what the heads of one task attend to
   bool latent;
 };
 
+// Tokens of the block that begins at s: blocks of SIZE stand where they would in a sequence read from its start.
+template <int SIZE>
+inline int block_of(int64_t s, int64_t end) {
+  int64_t next = (s / SIZE + 1) * SIZE;
+  return (int)((next < end ? next : end) - s);
+}
+
 // What the scores x of sixteen tokens weigh for a head, by its largest so far; what it has summed shrinks where that grows.
 // sums [TOKENS] and out [width]; only the tokens of `seen` count.
 inline vf weights_of(vf x, vi seen, float& top, float* sums, float* out, int64_t width) {
@@ -142,16 +149,17 @@ inline void attend(const Keys& keys, const float* q, int64_t ldq, int heads, int
   }
   vf places;
   for (int i = 0; i < LANES; i++) places[i] = (float)i;
-  for (int64_t s = begin; s < end; s += TOKENS) {
-    int tokens = (int)(end - s < TOKENS ? end - s : TOKENS);
-    int64_t at = keys.row * a.room + s;
+  int tokens;
+  for (int64_t s = begin; s < end; s += tokens) {
+    tokens = block_of<TOKENS>(s, end);
+    int64_t at = place(a, keys.row, s), at_b = place(b, keys.row, s);
     widen(a, at, keys.offset, a.width, tokens, keys.first_width, tile.natural);
-    widen(b, keys.row * b.room + s, keys.offset, b.width, tokens, keys.second_width, second);
+    widen(b, at_b, keys.offset, b.width, tokens, keys.second_width, second);
     turn(tile.natural, keys.first_width, tile.turned);
     if (keys.latent) turn(second, keys.second_width, tile.turned + wide_a * TOKENS);
     vf scales_a = all(1.0f), scales_b = all(1.0f);
     if (a.scales) scales_a = load_first(a.scales + at, tokens);
-    if (b.scales) scales_b = load_first(b.scales + keys.row * b.room + s, tokens);
+    if (b.scales) scales_b = load_first(b.scales + at_b, tokens);
     auto some = [&](auto count, int h0) {
       constexpr int N = decltype(count)::value;
       vf acc[N] = {};

@@ -190,9 +190,10 @@ inline void attend_bf16(const Keys& keys, const float* q, int64_t ldq, int heads
     top[h] = -INFINITY;
     store(tile.mass + h * TOKENS, vf{});
   }
-  for (int64_t s = begin; s < end; s += BLOCK) {
-    int tokens = (int)(end - s < BLOCK ? end - s : BLOCK);
-    int64_t at_a = keys.row * a.room + s, at_b = keys.row * b.room + s;
+  int tokens;
+  for (int64_t s = begin; s < end; s += tokens) {
+    tokens = block_of<BLOCK>(s, end);
+    int64_t at_a = place(a, keys.row, s), at_b = place(b, keys.row, s);
     arrange(a, at_a, keys.offset, tokens, keys.first_width, turned, keys.latent ? pairs : nullptr);
     if (keys.second_width)
       arrange(b, at_b, keys.offset, tokens, keys.second_width, keys.latent ? turned_b : nullptr,

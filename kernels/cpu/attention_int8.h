@@ -228,15 +228,15 @@ inline void attend_int8(const Keys& keys, const float* q, int64_t ldq, int heads
   }
   pair_queries(q + padded(rank), ldq, heads, rope, queries_b);
   int parts = 2 * (heads / 3 + heads % 3), part = 0;
-  const char *codes = nullptr, *others = nullptr;  // of this block
-  auto fetch = [&](const char* block, int64_t size) {  // a part of the next one
-    const char *from = block + size + size * part / parts, *to = block + size + size * (part + 1) / parts;
+  const char *next_codes = nullptr, *next_others = nullptr;  // of the next block
+  auto fetch = [&](const char* block, int64_t size) {  // a part of it
+    const char *from = block + size * part / parts, *to = block + size * (part + 1) / parts;
     for (; from < to; from += 64) __builtin_prefetch(from);
   };
   auto by_three = [&](auto work) {
     auto step = [&](auto count, int h) {
-      fetch(codes, (int64_t)LONG_BLOCK * rank);
-      fetch(others, (int64_t)LONG_BLOCK * 2 * rope);
+      fetch(next_codes, (int64_t)LONG_BLOCK * rank);
+      fetch(next_others, (int64_t)LONG_BLOCK * 2 * rope);
       part++;
       work(count, h);
     };
@@ -244,11 +244,13 @@ inline void attend_int8(const Keys& keys, const float* q, int64_t ldq, int heads
     for (; h + 3 <= heads; h += 3) step(std::integral_constant<int, 3>{}, h);
     for (; h < heads; h++) step(std::integral_constant<int, 1>{}, h);
   };
-  for (int64_t s = begin; s < end; s += LONG_BLOCK) {
-    int tokens = (int)(end - s < LONG_BLOCK ? end - s : LONG_BLOCK);
-    int64_t at_a = keys.row * a.room + s, at_b = keys.row * b.room + s;
-    codes = (const char*)a.data + at_a * rank;
-    others = (const char*)b.data + at_b * 2 * rope;
+  int tokens;
+  for (int64_t s = begin; s < end; s += tokens) {
+    tokens = block_of<LONG_BLOCK>(s, end);
+    int64_t at_a = place(a, keys.row, s), at_b = place(b, keys.row, s), next = s + tokens < end ? s + tokens : s;
+    const char *codes = (const char*)a.data + at_a * rank, *others = (const char*)b.data + at_b * 2 * rope;
+    next_codes = (const char*)a.data + place(a, keys.row, next) * rank;
+    next_others = (const char*)b.data + place(b, keys.row, next) * 2 * rope;
     part = 0;
     arrange_codes((const int8_t*)codes, a.width, tokens, rank, turned, values);
     if (rope) arrange<LONG_BLOCK>((const bf16*)others, b.width, tokens, rope, rotary, nullptr);

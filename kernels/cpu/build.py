@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mla_cli.kernels.cpu.structures import STRUCTURES, PromptStruct, StepStruct
 
-VERSION = 2
+VERSION = 3
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-Wno-psabi")
 PATIENCE = 300  # seconds for the compiler; on a busy machine it takes half a minute
 _SOURCES = Path(__file__).parent

@@ -11,7 +11,7 @@ constexpr float AMAX_FLOOR = 1e-20f;
 
 // Stores x [width] at one place; false if it is to be quantised and holds NaN or infinity.
 inline bool write_entry(const Store& s, int64_t row, int64_t position, int64_t offset, const float* x, int width) {
-  int64_t place = row * s.room + position, at = place * s.width + offset;
+  int64_t token = place(s, row, position), at = token * s.width + offset;
   if (s.type == F32) {
     memcpy((float*)s.data + at, x, width * sizeof(float));
     return true;
@@ -31,7 +31,7 @@ inline bool write_entry(const Store& s, int64_t row, int64_t position, int64_t o
   float limit = s.type == INT8 ? 127.0f : 448.0f;
   float range = amax < s.clip ? amax : s.clip;
   float scale = (range > AMAX_FLOOR ? range : AMAX_FLOOR) / limit;
-  s.scales[place] = scale;
+  s.scales[token] = scale;
   for (int i = 0; i < width; i++) {
     float value = x[i] / scale;
     value = value > limit ? limit : value < -limit ? -limit : value;

@@ -23,13 +23,21 @@ struct Norm {
 };
 
 struct Store {  // a layer's cache entries of one kind
-  void* data;            // [B, room, width]
-  float* scales;         // [B, room] of INT8 and FP8, null: none
-  int64_t room;          // tokens a sequence
+  void* data;            // [B, room, width], or in pages [pages, PAGE, width]
+  float* scales;         // of each token, of INT8 and FP8, null: none
+  const int64_t* pages;  // [B, room] each sequence's pages in turn; null: it has places of its own
+  int64_t room;          // tokens a sequence, or pages
   int32_t type, width;   // numbers a token
   float clip;            // most that a range may reach
   int32_t pad;
 };
+
+constexpr int64_t PAGE = 64;  // tokens; blocks of attention end where pages do
+
+// Where a sequence's token is, counted in tokens from the start of the data.
+inline int64_t place(const Store& s, int64_t row, int64_t position) {
+  return s.pages ? s.pages[row * s.room + position / PAGE] * PAGE + position % PAGE : row * s.room + position;
+}
 
 struct Layer {
   Norm before_attention, before_mlp, of_query, of_latent;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int OUTPUTS = 32;           // of a matrix, that a thread takes at a time
 constexpr int64_t LEAST_SPLIT = 256;  // tokens
-constexpr int SPLITS_A_THREAD = 6;    // more than one, so that a thread that is held up leaves its share to others
+constexpr int MOST_SPLITS = 16;       // of a sequence; more than threads, so that one that is held up leaves its share to others
 constexpr int PHASES = 12;            // of a layer, at most
 
 struct Floats {  // aligned; grows, and keeps what it has
@@ -134,19 +134,21 @@ void Engine::cut(const Layer& l, const Step& s) {
     int64_t end = s.positions[row] + 1;
     return l.window && end > l.window ? end - l.window : 0;
   };
-  int64_t total = 0;
-  for (int row = 0; row < s.rows; row++) total += (s.positions[row] + 1 - begin_of(row)) * groups;
-  int64_t size = total / (s.threads * SPLITS_A_THREAD) + 1;
-  size = padded(size < LEAST_SPLIT ? LEAST_SPLIT : size);
   splits_.clear();
   first_split_.clear();
-  for (int row = 0; row < s.rows; row++)
+  for (int row = 0; row < s.rows; row++) {
+    // By its own length alone: sums do not depend on what else runs, nor on the threads.
+    int64_t size = (s.positions[row] + 1 - begin_of(row)) / MOST_SPLITS + 1;
+    size = (std::max(size, LEAST_SPLIT) + PAGE - 1) / PAGE * PAGE;
     for (int group = 0; group < groups; group++) {
       first_split_.push_back((int)splits_.size());
       int64_t end = s.positions[row] + 1;
-      for (int64_t at = begin_of(row); at < end; at += size)
-        splits_.push_back({row, group, at, at + size < end ? at + size : end});
+      for (int64_t at = begin_of(row), next; at < end; at = next) {
+        next = std::min(at / PAGE * PAGE + size, end);
+        splits_.push_back({row, group, at, next});
+      }
     }
+  }
   first_split_.push_back((int)splits_.size());
 }
 
@@ -364,7 +366,7 @@ Engine& engine() {
 extern "C" {
 int64_t mla_prompt_size();  // see prompt.cpp
 
-int mla_version() { return 2; }
+int mla_version() { return 3; }
 void mla_step(mla::Step* step) { mla::engine().step(*step); }
 void mla_linear(const mla::Linear* l, const float* x, int rows, float* out, int threads) {
   mla::engine().linear(*l, x, rows, out, threads);

@@ -30,7 +30,7 @@ class StoreStruct(Structure):
     """Where a layer's cache keeps one kind of entry."""
 
     _fields_ = (
-        ("data", c_void_p), ("scales", c_void_p), ("room", c_int64),
+        ("data", c_void_p), ("scales", c_void_p), ("pages", c_void_p), ("room", c_int64),
         ("type", c_int32), ("width", c_int32), ("clip", c_float), ("pad", c_int32),
     )  # fmt: skip
 

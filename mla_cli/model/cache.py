@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_cli.errors import MlaError
 from mla_cli.kernels.quantized import PAGE, LatentQuantizer
-from mla_cli.model.cache_store import PlainStore, Span, StaticStore, Store, quantized_store
+from mla_cli.model.cache_store import PAGE_TOKENS, PlainStore, Span, StaticStore, Store, quantized_store
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, StandardAttentionSpec
 
 GROWTH = 256  # tokens; growing in steps keeps a long generation from copying its cache at every token
@@ -137,6 +137,27 @@ class Cache:
         other.lengths = self.lengths[rows].clone()
         other.host_lengths = self.host_lengths[rows.cpu()].clone()
         other.layers = [LayerCache(layer.first.select(rows), layer.second.select(rows)) for layer in self.layers]
+        return other
+
+    def add_pages(self, pages: int) -> None:
+        """Of the storage of a pool: have so many pages in all (see `PagePool`)."""
+        for layer in self.layers:
+            for store in layer.stores:
+                store.add_pages(pages)
+
+    def view(self, table: Tensor, lengths: Tensor, rows: Sequence[Cache] = ()) -> Cache:
+        """Of the storage of a pool: a cache of sequences that consist of pages `table` `[B, P]` (see `PagePool`)."""
+        other = copy.copy(self)
+        other._room = other.capacity = table.shape[1] * PAGE_TOKENS
+        other.host_lengths, other.lengths = lengths, lengths.to(self.lengths.device)
+        at = table.to(self.lengths.device)
+        other.layers = [
+            LayerCache(
+                layer.first.view(at, [row.layers[i].first for row in rows]),
+                layer.second.view(at, [row.layers[i].second for row in rows]),
+            )
+            for i, layer in enumerate(self.layers)
+        ]
         return other
 
     def put(self, rows: Sequence[int], other: Cache) -> None:

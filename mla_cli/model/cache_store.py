@@ -1,12 +1,15 @@
 """Where a cache keeps one kind of entry of one layer: as it is, or as codes with a scale a token, a page or a layer.
 
-A store holds `[B, room, ...]` places. It is written one step at a time and gives back what later steps will read. What it
-holds does not depend on how the tokens were cut into steps, nor on the other rows.
+A store holds `[B, room, ...]` places, or is a view of `[pages, 64, ...]` through the page table of its rows. It is
+written one step at a time and gives back what later steps will read. What it holds does not depend on how the tokens were cut
+into steps, nor on the other rows.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, TypeVar
@@ -17,6 +20,9 @@ from torch import Tensor
 from mla_cli.kernels.quantized import PAGE, LatentQuantizer, decode
 
 _Store = TypeVar("_Store", bound="Store")
+
+PAGE_TOKENS = 64  # of a page of a pool: whole blocks of the CPU kernels, and four pages of scales
+ALIGNMENT = 128  # bytes: entries of a page share no line of memory with those of another
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Store:
 
     # Tensors `[B, room / n, ...]`, and how many places `n` share an entry.
     parts: ClassVar[dict[str, int]]
+    table: Tensor | None = None  # [B, P] pages of each row in turn; None: rows have places of their own
 
     def write(self, span: Span, places: Tensor, values: Tensor, layer: int) -> Tensor:
         """Store `values` `[B, T, ...]` at `places` `[B, T]` (those of `span`); what was stored, in the type of `values`."""
@@ -105,6 +112,34 @@ class Store:
             new[:, : old.shape[1]] = old
             setattr(self, name, new)
 
+    def add_pages(self, pages: int) -> None:
+        """Have so many pages in all, each aligned to `ALIGNMENT` bytes; those that are there keep what they hold."""
+        for name in self.parts:
+            old: Tensor = getattr(self, name)
+            new = _aligned_zeros((pages, *old.shape[1:]), old)
+            new[: len(old)] = old
+            setattr(self, name, new)
+
+    def view(self: _Store, table: Tensor, rows: Sequence[_Store]) -> _Store:
+        """The same pages, as rows that consist of those in `table` `[B, P]`; `rows` are views `[1, ...]` of each before."""
+        other = copy.copy(self)
+        other.table = table
+        return other
+
+    def _at(self, rows: Tensor, places: Tensor, per: int = 1) -> tuple[Tensor, Tensor]:
+        """Where places (or, with `per`, runs of so many) of rows are in the tensors."""
+        if self.table is None:
+            return rows, places
+        runs = PAGE_TOKENS // per
+        return self.table[rows, places // runs], places % runs
+
+    def _first(self, tensor: Tensor, length: int, per: int = 1) -> Tensor:
+        """The first `length` places of all rows."""
+        entries = -(-length // per)
+        if self.table is None:
+            return tensor[:, :entries]
+        return tensor[self.table[:, : -(-length // PAGE_TOKENS)]].flatten(1, 2)[:, :entries]
+
     def select(self: _Store, rows: Tensor) -> _Store:
         """A copy with the rows `[n]`, in that order."""
         other = copy.copy(self)
@@ -131,14 +166,14 @@ class PlainStore(Store):
 
     def write(self, span: Span, places: Tensor, values: Tensor, layer: int) -> Tensor:
         kept = values.to(self.values.dtype)
-        self.values[_rows(places)[:, None], places] = kept
+        self.values[self._at(_rows(places)[:, None], places)] = kept
         return kept.to(values.dtype)
 
     def read(self, length: int, dtype: torch.dtype) -> Tensor:
-        return self.values[:, :length].to(dtype)
+        return self._first(self.values, length).to(dtype)
 
     def read_at(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.values[_rows(places), places].to(dtype)
+        return self.values[self._at(_rows(places), places)].to(dtype)
 
     def as_stored(self, values: Tensor, layer: int) -> Tensor:
         return values.to(self.values.dtype).to(values.dtype)
@@ -156,17 +191,17 @@ class TokenStore(Store):
         self.codes, self.scales = _codes(quantizer, width, (batch, room), (batch, room), device)
 
     def write(self, span: Span, places: Tensor, values: Tensor, layer: int) -> Tensor:
-        rows = _rows(places)[:, None]
+        at = self._at(_rows(places)[:, None], places)
         codes, scales = self.quantizer.quantize(values, layer)
-        self.codes[rows, places], self.scales[rows, places] = codes, scales
+        self.codes[at], self.scales[at] = codes, scales
         return decode(codes, scales, self.width, values.dtype)
 
     def read(self, length: int, dtype: torch.dtype) -> Tensor:
-        return decode(self.codes[:, :length], self.scales[:, :length], self.width, dtype)
+        return decode(self._first(self.codes, length), self._first(self.scales, length), self.width, dtype)
 
     def read_at(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = _rows(places)
-        return decode(self.codes[rows, places], self.scales[rows, places], self.width, dtype)
+        at = self._at(_rows(places), places)
+        return decode(self.codes[at], self.scales[at], self.width, dtype)
 
     def as_stored(self, values: Tensor, layer: int) -> Tensor:
         return self.quantizer.rounded(values, layer)
@@ -192,21 +227,22 @@ class PageStore(Store):
         at = span.pages
         entries = values.new_zeros(len(at.rows), PAGE, self.width)  # [N, 16, r]
         entries[at.page_of, at.slots] = values[at.token_rows, at.tokens]
-        codes, scales = self.codes[at.rows, at.pages], self.scales[at.rows, at.pages]
+        where = self._at(at.rows, at.pages, PAGE)
+        codes, scales = self.codes[where], self.scales[where]
         codes, scales = self.quantizer.fill_pages(codes, scales, entries, at.first, at.counts, layer)
-        self.codes[at.rows, at.pages], self.scales[at.rows, at.pages] = codes, scales
+        self.codes[where], self.scales[where] = codes, scales
         kept = values.clone()
         read = decode(codes[at.page_of, at.slots], scales[at.page_of], self.width, values.dtype)  # [M, r]
         kept[at.token_rows, at.tokens] = read
         return kept
 
     def read(self, length: int, dtype: torch.dtype) -> Tensor:
-        pages = -(-length // PAGE)
-        found = decode(self.codes[:, :pages], self.scales[:, :pages, None], self.width, dtype)  # [B, P, 16, r]
+        codes, scales = self._first(self.codes, length, PAGE), self._first(self.scales, length, PAGE)
+        found = decode(codes, scales[:, :, None], self.width, dtype)  # [B, P, 16, r]
         return found.flatten(1, 2)[:, :length]
 
     def read_at(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        rows, pages = _rows(places), places // PAGE
+        rows, pages = self._at(_rows(places), places // PAGE, PAGE)
         return decode(self.codes[rows, pages, places % PAGE], self.scales[rows, pages], self.width, dtype)
 
     def as_stored(self, values: Tensor, layer: int) -> Tensor:
@@ -242,15 +278,18 @@ class StaticStore(Store):
             self.starts = torch.minimum(self.starts, places[:, :1])
         now = self.scales[:, -1:]  # [B, 1, G]
         codes = self.quantizer.encode(values, now)
-        self.codes[_rows(places)[:, None], places] = codes
+        self.codes[self._at(_rows(places)[:, None], places)] = codes
         return decode(codes, now, self.width, values.dtype)
 
     def read(self, length: int, dtype: torch.dtype) -> Tensor:
         places = torch.arange(length, device=self.codes.device)
-        return decode(self.codes[:, :length], self._scales_at(places.expand(len(self.codes), -1)), self.width, dtype)
+        codes = self._first(self.codes, length)
+        return decode(codes, self._scales_at(places.expand(len(codes), -1)), self.width, dtype)
 
     def read_at(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        return decode(self.codes[_rows(places), places], self._scales_at(places[:, None])[:, 0], self.width, dtype)
+        return decode(
+            self.codes[self._at(_rows(places), places)], self._scales_at(places[:, None])[:, 0], self.width, dtype
+        )
 
     def as_stored(self, values: Tensor, layer: int) -> Tensor:
         self.quantizer.amax(values, layer)  # not finite: an error here too
@@ -270,6 +309,16 @@ class StaticStore(Store):
 
     def allocated_bytes(self) -> int:
         return super().allocated_bytes() + self.scales.nbytes + self.starts.nbytes
+
+    def view(self, table: Tensor, rows: Sequence[StaticStore]) -> StaticStore:  # type: ignore[override]
+        other = super().view(table, rows)
+        kept = rows or [self] * len(table)  # each row has scales of its own; of a pool all are as calibrated
+        columns = max(row.starts.shape[1] for row in kept)
+        other.scales = torch.cat([_repeat_last(row.scales[:1], columns) for row in kept])
+        other.starts = torch.cat([_repeat_last(row.starts[:1], columns) for row in kept])
+        other._used = [row._used[0] for row in kept]
+        other.latest = None
+        return other
 
     def select(self, rows: Tensor) -> StaticStore:
         other = super().select(rows)
@@ -319,6 +368,15 @@ def _codes(
 
 def _rows(places: Tensor) -> Tensor:
     return torch.arange(places.shape[0], device=places.device)
+
+
+def _aligned_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros of the type and on the device of `like`, from an address that `ALIGNMENT` divides."""
+    size = math.prod(shape)
+    spare = ALIGNMENT // like.element_size()
+    held = like.new_zeros(size + spare)
+    skip = -held.data_ptr() % ALIGNMENT // like.element_size()
+    return held[skip : skip + size].view(shape)
 
 
 def _finite(clip: float) -> float:

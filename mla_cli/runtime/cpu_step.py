@@ -231,3 +231,6 @@ def _describe_store(struct: StoreStruct, store: Store) -> None:
         assert isinstance(clip, float | int)
         struct.width, struct.clip = store.width, min(clip, MOST_CLIP)
     struct.data, struct.room, struct.type = held.data_ptr(), held.shape[1], _TYPES[held.dtype]
+    struct.pages = None
+    if store.table is not None:
+        struct.pages, struct.room = store.table.data_ptr(), store.table.shape[1]

@@ -1,0 +1,156 @@
+"""A pool of pages that caches of sequences are made of, and finished parts of prompts that later ones share.
+
+A page holds 64 tokens of all layers. Pages are counted by who uses them; what a prompt has left in whole pages stays in the
+pool for others that begin alike, under a name that follows from its tokens, until its place is wanted. A page that is shared
+is never written to: only whole chunks of prompts are, and a sequence goes on in pages of its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mla_cli.errors import is_out_of_memory
+from mla_cli.model.cache import Cache
+from mla_cli.model.cache_store import PAGE_TOKENS
+
+CHUNK_PAGES = 4  # pages that a pool grows by at least: 256 tokens
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that so many tokens fill."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PagePool:
+    """Pages, who uses them, and what of them can be used again.
+
+    Args:
+        make_cache: an empty cache of so many sequences of so many tokens.
+        limit: most pages to hold. The pool begins small and grows up to it.
+
+    Attributes:
+        limit: less once memory has run out.
+        most_used: most pages that sequences used at a time.
+    """
+
+    def __init__(self, make_cache: Callable[[int, int], Cache], limit: int) -> None:
+        self.limit, self.most_used = limit, 0
+        self._storage = make_cache(1, PAGE_TOKENS)  # page 0 stays empty: it fills tables up
+        self._users = [1]  # of each page
+        self._free: list[int] = []
+        self._kept: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()  # latest use last
+
+    @property
+    def used(self) -> int:
+        """Pages that sequences or kept prompts use."""
+        return len(self._users) - 1 - len(self._free)
+
+    @property
+    def kept(self) -> int:
+        """Pages that only kept prompts use: they are given up when others are wanted."""
+        return sum(self._users[page] == 1 for pages in self._kept.values() for page in pages)
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had without taking any from a sequence."""
+        return self.limit - self.used + self.kept
+
+    def bytes_per_token(self) -> int:
+        """See `Cache`."""
+        return self._storage.bytes_per_token()
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self._storage.allocated_bytes()
+
+    def take(self, count: int) -> list[int] | None:
+        """Pages for one sequence, or None if there are not so many."""
+        if count > self.available:
+            return None
+        while len(self._free) < count:
+            if not self._grow(count - len(self._free)) and not self._give_up():
+                return None
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._users[page] = 1
+        self.most_used = max(self.most_used, self.used - self.kept)
+        return taken
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One user less of each."""
+        for page in pages:
+            self._users[page] -= 1
+            assert self._users[page] >= 0, "a page was released twice"
+            if self._users[page] == 0:
+                self._free.append(page)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages that hold what is not finite, before others read beside it."""
+        own = torch.tensor([page for page in pages if self._users[page] == 1], dtype=torch.int64)
+        for layer in self._storage.layers:
+            for store in layer.stores:
+                for name in store.parts:
+                    tensor = getattr(store, name)
+                    tensor[own.to(tensor.device)] = 0
+
+    def keep(self, name: bytes, pages: Sequence[int]) -> None:
+        """Keep whole pages for others whose prompts begin alike."""
+        if name not in self._kept:
+            self._kept[name] = tuple(pages)
+            for page in pages:
+                self._users[page] += 1
+
+    def share(self, name: bytes) -> tuple[int, ...]:
+        """The pages kept under a name, for one more user; none if there are none."""
+        pages = self._kept.get(name, ())
+        if pages:
+            self._kept.move_to_end(name)
+            for page in pages:
+                self._users[page] += 1
+            self.most_used = max(self.most_used, self.used - self.kept)
+        return pages
+
+    def forget_kept(self) -> None:
+        """Keep nothing any longer."""
+        for pages in self._kept.values():
+            self.release(pages)
+        self._kept.clear()
+
+    def view(self, pages: Sequence[Sequence[int]], lengths: Sequence[int], before: Sequence[Cache] = ()) -> Cache:
+        """A cache of sequences that consist of these pages, of which so many tokens count.
+
+        Args:
+            before: the caches `[1]` of the same sequences so far; none: they are new.
+        """
+        table = torch.zeros(len(pages), max(map(len, pages)), dtype=torch.int64)
+        for row, own in enumerate(pages):
+            table[row, : len(own)] = torch.tensor(own)
+        return self._storage.view(table, torch.tensor(lengths), before)
+
+    def _grow(self, wanted: int) -> bool:
+        held = len(self._users) - 1
+        pages = min(self.limit, held + max(wanted, CHUNK_PAGES, held // 2))
+        if pages <= held:
+            return False
+        try:
+            self._storage.add_pages(pages + 1)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.limit = held
+            return False
+        self._free += range(pages, held, -1)
+        self._users += [0] * (pages - held)
+        return True
+
+    def _give_up(self) -> bool:
+        """Free what was kept and not used for the longest time."""
+        for name, pages in self._kept.items():
+            if all(self._users[page] == 1 for page in pages):
+                del self._kept[name]
+                self.release(pages)
+                return True
+        return False
