@@ -17,7 +17,7 @@ from mla_cli.errors import MlaError, first_line, is_out_of_memory
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder
-from mla_cli.runtime.batch import PREFILL_TOKENS, chunk_length, prefill
+from mla_cli.runtime.batch import prefill
 
 
 class BenchEngine(Protocol):
@@ -100,11 +100,8 @@ class OurEngine:
 
     @torch.inference_mode()
     def prefill(self, prompts: Tensor) -> None:
-        batch, tokens = prompts.shape
-        together = max(1, PREFILL_TOKENS // min(tokens, chunk_length(tokens)))  # as the generator reads them
-        for begin in range(0, batch, together):
-            rows = prompts[begin : begin + together].tolist()
-            _wait(prefill(self._decoder, self._make_cache(len(rows), tokens), rows).argmax(dim=-1))
+        for prompt in prompts.tolist():  # each on its own, as the generator reads them
+            _wait(prefill(self._decoder, self._make_cache(1, len(prompt)), prompt).argmax(dim=-1))
 
     def release(self) -> None:
         self._cache = None

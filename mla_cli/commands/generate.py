@@ -133,6 +133,16 @@ def generate(
             rich_help_panel=RUNTIME,
         ),
     ] = None,
+    pool_size: Annotated[
+        int | None,
+        typer.Option(
+            "--pool-size",
+            metavar="N",
+            min=1,
+            help="Most memory of the cache, in chunks of 256 tokens (default: --max-batch whole contexts).",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
@@ -182,6 +192,7 @@ def generate(
         weights=weights,
         max_batch=max_batch,
         max_context=max_context,
+        pool_tokens=None if pool_size is None else pool_size * choices.CHUNK_TOKENS,
         chat=chat,
     )
     for note in engine.notes:

@@ -34,10 +34,11 @@ class PagePool:
     Attributes:
         limit: less once memory has run out.
         most_used: most pages that sequences used at a time.
+        growths: times that the pool has grown; views from before then show what is no longer used.
     """
 
     def __init__(self, make_cache: Callable[[int, int], Cache], limit: int) -> None:
-        self.limit, self.most_used = limit, 0
+        self.limit, self.most_used, self.growths = limit, 0, 0
         self._storage = make_cache(1, PAGE_TOKENS)  # page 0 stays empty: it fills tables up
         self._users = [1]  # of each page
         self._free: list[int] = []
@@ -142,6 +143,7 @@ class PagePool:
                 raise
             self.limit = held
             return False
+        self.growths += 1
         self._free += range(pages, held, -1)
         self._users += [0] * (pages - held)
         return True

@@ -1,20 +1,25 @@
-"""Sequences that decode together, one a row of a cache; they join after their prompt is read and leave when done."""
+"""Sequences that run together on pages of one pool: each reads its prompt in chunks of its own, then all decode in one step.
+
+What a sequence computes depends on its own tokens alone: its prompt is cut by its own length, whatever else waits, and it
+shares with others only what they have computed from the same chunks. A sequence whose pages were taken away reads its prompt
+again and is then fed the tokens it had, in the steps of the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 
 import torch
 from torch import Tensor
 
 from mla_cli.model.cache import Cache
-from mla_cli.model.decoder import Decoder
+from mla_cli.model.cache_store import PAGE_TOKENS
+from mla_cli.model.decoder import FAST_LOGITS, Decoder
+from mla_cli.model.page_pool import PagePool, pages_for
 from mla_cli.runtime.live_range import LiveRange
 from mla_cli.runtime.sampling import RowSampler, Sampled
 from mla_cli.runtime.sequence import ActiveSequence
-
-# Most tokens, padding included, that one forward pass over prompts takes: what bounds the memory of a prefill.
-PREFILL_TOKENS = 2048
 
 
 def chunk_length(tokens: int) -> int:
@@ -22,131 +27,169 @@ def chunk_length(tokens: int) -> int:
     return 512 if tokens < 2048 else 768 if tokens <= 8192 else 1024
 
 
-def prefill_groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Which prompts to read together: alike in length, so that little is padding, and few enough for the memory."""
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if groups:
-            longest = lengths[groups[-1][0]]
-            room = PREFILL_TOKENS // min(longest, chunk_length(longest))
-            if len(groups[-1]) < room and lengths[index] * 2 >= longest:
-                groups[-1].append(index)
-                continue
-        groups.append([index])
-    return groups
+def read_length(decoder: Decoder, tokens: int) -> int:
+    """Tokens of a prompt of that length that this decoder reads at once."""
+    # The frequencies of dynamic scaling depend on the length so far: chunks would turn keys by others than a whole.
+    whole = any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
+    return tokens if whole else chunk_length(tokens)
 
 
 def prefill(
     decoder: Decoder,
     cache: Cache,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     see: Callable[[Tensor | None, Tensor], None] | None = None,
 ) -> Tensor:
-    """Read prompts into an empty cache, in chunks; gives `[B, V]` logits after each.
+    """Read a prompt into an empty cache of one sequence; gives `[1, V]` logits after it.
 
     Args:
-        see: is shown how large the latents of each chunk were (see `Cache.latest_ranges`), and its lengths.
+        see: is shown how large the latents of each chunk were (see `Cache.latest_ranges`), and its length.
     """
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    longest = int(lengths.max())
-    # The frequencies of dynamic scaling depend on the length so far: chunks would turn keys by others than a whole.
-    whole = any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
-    chunk = longest if whole else chunk_length(longest)
-    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = torch.tensor(prompt)
-    last = torch.zeros(len(prompts), decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
-    for start in range(0, longest, chunk):
-        tokens = padded[:, start : start + chunk].to(decoder.device)  # [B, T]
-        counts = (lengths - start).clamp(0, tokens.shape[1])
-        hidden = decoder(tokens, cache, counts)  # [B, T, D]
-        if see is not None:
-            see(cache.latest_ranges(), counts)
-        ending = ((lengths > start) & (lengths <= start + chunk)).nonzero()[:, 0]
-        last[ending.to(decoder.device)] = hidden[ending, counts[ending] - 1]
-    return decoder.logits(last)
+    chunk = read_length(decoder, len(prompt))
+    for start in range(0, len(prompt), chunk):
+        hidden = read_chunk(decoder, cache, prompt[start : start + chunk], see)
+    return decoder.logits(hidden)
+
+
+def read_chunk(
+    decoder: Decoder,
+    cache: Cache,
+    tokens: Sequence[int],
+    see: Callable[[Tensor | None, Tensor], None] | None = None,
+) -> Tensor:
+    """Read more of one sequence's prompt; gives the hidden state `[1, D]` after it (see `prefill`)."""
+    count = torch.tensor([len(tokens)])
+    hidden = decoder(torch.tensor([list(tokens)], device=decoder.device), cache, count)  # [1, T, D]
+    if see is not None:
+        see(cache.latest_ranges(), count)
+    return hidden[:, -1]
 
 
 class Batch:
-    """The rows of one running batch.
-
-    Args:
-        make_cache: an empty cache for so many sequences.
-        live: watches latents whose scales are static, and changes these.
+    """Sequences that have pages.
 
     Attributes:
-        rows: the sequence of each row of the cache; None: vacant.
+        rows: the sequences, in the order in which they came in.
+        shared_tokens: tokens of prompts that were there already.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        make_cache: Callable[[int], Cache],
-        *,
-        logprobs: bool,
-        live: LiveRange | None = None,
+        self, decoder: Decoder, pool: PagePool, *, logprobs: bool, live: LiveRange | None = None, share: bool = True
     ) -> None:
-        self.rows: list[ActiveSequence | None] = []
-        self._live = live
-        self._decoder, self._make_cache, self._logprobs = decoder, make_cache, logprobs
-        self._cache: Cache | None = None
-        self._sampler: RowSampler | None = None  # None: the rows have changed
-        self._tokens: Tensor | None = None  # [B, 1] each row's last token
+        self.rows: list[ActiveSequence] = []
+        self.shared_tokens = 0
+        self._decoder, self._pool, self._logprobs, self._live, self._share = decoder, pool, logprobs, live, share
+        self._growths = pool.growths
+        self._stepping: list[ActiveSequence] = []  # the rows of what follows
+        self._cache: Cache | None = None  # None: the rows or their pages have changed
+        self._sampler: tuple[list[ActiveSequence], RowSampler] | None = None
 
-    @property
-    def active(self) -> list[ActiveSequence]:
-        """The sequences that run."""
-        return [sequence for sequence in self.rows if sequence is not None]
+    def join(self, sequence: ActiveSequence) -> bool:
+        """Take in a sequence, with what others have left of its prompt; False, and nothing done, if pages are wanting."""
+        chunk = read_length(self._decoder, len(sequence.prompt))
+        names = _names(sequence.prompt, chunk) if self._share and chunk % PAGE_TOKENS == 0 else []
+        pages: list[int] = []
+        for name in names:
+            found = self._pool.share(name)
+            if not found:
+                break
+            pages += found
+        more = self._pool.take(pages_for(len(sequence.prompt) + 1) - len(pages))
+        if more is None:
+            self._pool.release(pages)
+            return False
+        sequence.names, sequence.pages, sequence.cached = names, pages + more, len(pages) * PAGE_TOKENS
+        sequence.cache = self._pool.view([sequence.pages], [sequence.cached])
+        self.shared_tokens += sequence.cached
+        self.rows.append(sequence)
+        return True
 
-    def cache_bytes(self) -> int:
-        """Bytes of cache allocated now."""
-        return 0 if self._cache is None else self._cache.allocated_bytes()
-
-    @torch.inference_mode()
-    def add(self, sequences: list[ActiveSequence]) -> Sampled:
-        """Read the prompts of new sequences, give them rows, and choose their first tokens."""
-        prompts = [sequence.prompt for sequence in sequences]
-        see = None if self._live is None else self._live.see
-        cache = self._make_cache(len(prompts))
-        logits = prefill(self._decoder, cache, prompts, see)
-        if not self.active:
-            self._cache, self.rows = cache, list(sequences)
-        else:
-            self._make_vacant(len(sequences))
-            vacant = [row for row, sequence in enumerate(self.rows) if sequence is None][: len(sequences)]
-            self._filled.put(vacant, cache)
-            for row, sequence in zip(vacant, sequences, strict=True):
-                self.rows[row] = sequence
-        self._sampler = None
-        return self._new_sampler(sequences)(logits)
-
-    def drop(self, sequence: ActiveSequence) -> None:
-        """Make a sequence's row vacant."""
-        self.rows[self.rows.index(sequence)] = None
-        self._sampler = None
+    def leave(self, sequence: ActiveSequence, *, broken: bool = False) -> None:
+        """Give a sequence's pages back; `broken`: they may hold what is not finite."""
+        self.rows.remove(sequence)
+        if broken:
+            self._pool.clear(sequence.pages)
+        self._pool.release(sequence.pages)
+        sequence.pages, sequence.cache, sequence.cached = [], None, 0
+        self._cache = self._sampler = None
         if self._live is not None:
             self._live.forget(sequence)
 
-    @torch.inference_mode()
-    def step(self) -> Sampled:
-        """One more token for every sequence, in the order of `active`; each must have one already."""
-        if self._sampler is None or self._tokens is None:
-            self._compact()
-            active = self.active
-            self._sampler = self._new_sampler(active)
-            self._tokens = torch.tensor([[s.tokens[-1]] for s in active], device=self._decoder.device)
-        hidden = self._decoder(self._tokens, self._filled)  # [B, 1, D]
-        if self._live is not None:
-            for row, factors in self._live.step(self._filled.latest_ranges(), self.active):
-                self._filled.rescale(row, factors)
-        sampled = self._sampler(self._decoder.logits(hidden[:, -1]))
-        self._tokens = sampled.ids[:, None]
-        return sampled
+    def next_chunk(self, sequence: ActiveSequence) -> int:
+        """Tokens of a sequence's prompt that it reads next; 0: it has read all."""
+        return min(read_length(self._decoder, len(sequence.prompt)), max(0, len(sequence.prompt) - sequence.cached))
 
-    @property
-    def _filled(self) -> Cache:
-        assert self._cache is not None, "no sequence has joined"
-        return self._cache
+    @torch.inference_mode()
+    def read(self, sequence: ActiveSequence) -> Sampled | None:
+        """Read a chunk of a prompt; after the last one, the first token, unless the sequence has it already."""
+        self._renew()
+        cache, count = self._view(sequence), self.next_chunk(sequence)
+        start, end = sequence.cached, sequence.cached + count
+        see = None if self._live is None else self._live.see
+        hidden = read_chunk(self._decoder, cache, sequence.prompt[start:end], see)
+        sequence.cached = end
+        chunk = read_length(self._decoder, len(sequence.prompt))
+        if end % chunk == 0 and end // chunk <= len(sequence.names):
+            pages = sequence.pages[start // PAGE_TOKENS : end // PAGE_TOKENS]
+            self._pool.keep(sequence.names[end // chunk - 1], pages)
+        if end < len(sequence.prompt) or sequence.tokens:
+            return None
+        return self._new_sampler([sequence])(self._decoder.logits(hidden))
+
+    def extend(self, sequence: ActiveSequence) -> bool:
+        """See to it that there is a page for a sequence's next token; False: there is none."""
+        if sequence.cached < len(sequence.pages) * PAGE_TOKENS:
+            return True
+        more = self._pool.take(1)
+        if more is None:
+            return False
+        sequence.pages += more
+        sequence.cache = self._pool.view([sequence.pages], [sequence.cached], [self._view(sequence)])
+        self._cache = None
+        return True
+
+    @torch.inference_mode()
+    def step(self, sequences: list[ActiveSequence]) -> tuple[list[ActiveSequence], Sampled | None]:
+        """Feed each sequence its next token; those that have no more to be fed, and a new token for each of these."""
+        decoder = self._decoder
+        self._renew()
+        if self._cache is None or sequences != self._stepping:
+            self._stepping = sequences
+            self._cache = self._pool.view(
+                [s.pages for s in sequences], [s.cached for s in sequences], [self._view(s) for s in sequences]
+            )
+        fed = [[s.tokens[s.cached - len(s.prompt)]] for s in sequences]
+        hidden = decoder(torch.tensor(fed, device=decoder.device), self._cache)[:, -1]  # [B, D]
+        for sequence in sequences:
+            sequence.cached += 1
+        if self._live is not None:
+            for row, factors in self._live.step(self._cache.latest_ranges(), sequences):
+                own = self._view(sequences[row])
+                own.advance(torch.tensor([sequences[row].cached]))
+                own.rescale(0, factors)
+                self._cache.rescale(row, factors)
+        ready = [row for row, s in enumerate(sequences) if s.cached == len(s.prompt) + len(s.tokens)]
+        if not ready:
+            return [], None
+        given = [sequences[row] for row in ready]
+        if len(ready) < len(sequences):
+            hidden = hidden[ready]
+        if self._sampler is None or self._sampler[0] != given:
+            self._sampler = (given, self._new_sampler(given))
+        # A few rows at a time: so many that a row's scores do not depend on the others.
+        logits = torch.cat([decoder.logits(part) for part in hidden.split(FAST_LOGITS)])
+        return given, self._sampler[1](logits)
+
+    def _view(self, sequence: ActiveSequence) -> Cache:
+        assert sequence.cache is not None, "the sequence has no pages"
+        return sequence.cache
+
+    def _renew(self) -> None:
+        """After the pool has grown, look at the pages where they are now."""
+        if self._growths != self._pool.growths:
+            self._growths, self._cache = self._pool.growths, None
+            for s in self.rows:
+                s.cache = self._pool.view([s.pages], [s.cached], [self._view(s)])
 
     def _new_sampler(self, sequences: list[ActiveSequence]) -> RowSampler:
         return RowSampler(
@@ -158,19 +201,12 @@ class Batch:
             logprobs=self._logprobs,
         )
 
-    def _make_vacant(self, wanted: int) -> None:
-        """See to at least so many vacant rows."""
-        if self.rows.count(None) < wanted:
-            active = [row for row, sequence in enumerate(self.rows) if sequence is not None]
-            self._keep(active + active[:1] * wanted)  # what a vacant row holds does not matter
-            self.rows = [self.rows[row] for row in active] + [None] * wanted
 
-    def _compact(self) -> None:
-        """Leave no row vacant: each costs as much as an active one."""
-        if None in self.rows:
-            active = [row for row, sequence in enumerate(self.rows) if sequence is not None]
-            self._keep(active)
-            self.rows = [self.rows[row] for row in active]
-
-    def _keep(self, rows: list[int]) -> None:
-        self._cache = self._filled.select(torch.tensor(rows, device=self._decoder.device))
+def _names(prompt: Sequence[int], chunk: int) -> list[bytes]:
+    """Names of the whole chunks of a prompt that end before its last token: each follows from all tokens up to its end."""
+    names: list[bytes] = []
+    before = sha256(b"%d" % chunk).digest()
+    for end in range(chunk, len(prompt), chunk):
+        before = sha256(before + b" ".join(b"%d" % token for token in prompt[end - chunk : end])).digest()
+        names.append(before)
+    return names

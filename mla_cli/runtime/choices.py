@@ -11,6 +11,8 @@ KV_DTYPE_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": 
 ROPE_DTYPE_ALIASES = {"bf16": "bfloat16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": "int8"}
 DEFAULT_MAX_BATCH = 8  # a small model on a CPU: beyond it a step takes longer in proportion
 
+CHUNK_TOKENS = 256  # what the size of the cache's pool is counted in
+
 
 def check_backend(backend: str) -> str:
     """Refuse a backend that does not exist (yet), before any work.

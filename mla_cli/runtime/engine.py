@@ -42,6 +42,7 @@ def open_engine(
     weights: str = "float",
     max_batch: int = DEFAULT_MAX_BATCH,
     max_context: int | None = None,
+    pool_tokens: int | None = None,
     logprobs: bool = False,
     chat: bool = False,
 ) -> Engine:
@@ -54,6 +55,7 @@ def open_engine(
         latent_strength: share of each latent's channels, the first ones, that are cached and used; less if the checkpoint was
             calibrated for less.
         weights: `float`, or `int8` for the projections (see `int8_weights`).
+        pool_tokens: see `Generator`.
         chat: refuse a model without a chat template before its weights are read.
     """
     check_backend(backend)
@@ -80,6 +82,7 @@ def open_engine(
         cache_dtype=torch.bfloat16 if wanted == "bf16" else None,
         max_batch=max_batch,
         max_context=max_context,
+        pool_tokens=pool_tokens,
         logprobs=logprobs,
     )
     notes = [*model.notes, _how(device, chosen, stored, decoder)]

@@ -1,14 +1,13 @@
 """The generator: requests in, text out as it comes, several requests at a time.
 
-Greedy tokens of a request run on its own are the same in every run, bit for bit. Among others its logits may differ by
-the rounding of another matrix shape (float32: log-probabilities within 1e-4), so its text differs only where two tokens
-are that close. Sampled tokens depend on the request's own seed, and on its neighbours in no other way. Static ranges of the
-cache follow each request's own tokens (see `live_range`).
+A request's tokens are the same in every run, bit for bit. With the compiled CPU kernels they are the same among others, too;
+where PyTorch computes a step, logits may differ by the rounding of another matrix shape (float32: log-probabilities within
+1e-4), so a text differs only where two tokens are that close. Sampled tokens depend on the request's own seed. Static ranges
+of the cache follow each request's own tokens (see `live_range`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
@@ -17,13 +16,15 @@ import torch
 
 from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.kernels.quantized import LatentQuantizer
+from mla_cli.model.cache_store import PAGE_TOKENS
 from mla_cli.model.decoder import Decoder
+from mla_cli.model.page_pool import PagePool, pages_for
 from mla_cli.model.tokenizer import Tokenizer
-from mla_cli.runtime.batch import Batch, prefill_groups
+from mla_cli.runtime.batch import Batch
 from mla_cli.runtime.choices import DEFAULT_MAX_BATCH
 from mla_cli.runtime.live_range import LiveRange, StaticRanges
 from mla_cli.runtime.request import Completion, Event, Failure, Request, Text
-from mla_cli.runtime.sampling import Sampled
+from mla_cli.runtime.scheduler import Scheduler
 from mla_cli.runtime.sequence import ActiveSequence
 from mla_cli.runtime.statistics import Statistics
 
@@ -38,6 +39,7 @@ class Generator:
         cache_dtype: type of what is cached unquantised; None: the decoder's.
         max_batch: most requests that run together; the others wait.
         max_context: most tokens of prompt and answer together; never more than the model has positions for.
+        pool_tokens: most tokens that the cache holds of all requests together; None: `max_batch` times the context.
         logprobs: also give each token's log-probability.
 
     Attributes:
@@ -54,20 +56,24 @@ class Generator:
         cache_dtype: torch.dtype | None = None,
         max_batch: int = DEFAULT_MAX_BATCH,
         max_context: int | None = None,
+        pool_tokens: int | None = None,
         logprobs: bool = False,
     ) -> None:
-        for name, value in (("max-batch", max_batch), ("max-context", max_context)):
+        for name, value in (("max-batch", max_batch), ("max-context", max_context), ("pool-size", pool_tokens)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} cannot be {value}", where=f"--{name}", fix="give a whole number from 1")
         self.decoder, self.tokenizer = decoder, tokenizer
         positions = decoder.spec.max_position_embeddings
         self.context = positions if max_context is None else min(max_context, positions)
-        self._make_cache = partial(
-            decoder.make_cache, capacity=self.context, quantizers=quantizers, dtype=cache_dtype or decoder.dtype
-        )
+        limit = max_batch * pages_for(self.context)
+        if pool_tokens is not None:
+            limit = pages_for(pool_tokens)
+            self.context = min(self.context, limit * PAGE_TOKENS)
+        make_cache = partial(decoder.make_cache, quantizers=quantizers, dtype=cache_dtype or decoder.dtype)
+        self._pool = PagePool(make_cache, limit)
         self._max_batch, self._logprobs = max_batch, logprobs
         self._live = None if ranges is None else LiveRange(ranges)
-        self.statistics = Statistics(self._make_cache(1).bytes_per_token(), live=self._live)
+        self.statistics = Statistics(self._pool.bytes_per_token(), live=self._live)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion | Failure]:
         """Answer requests, in their order; one that cannot be answered gives a `Failure`."""
@@ -92,55 +98,21 @@ class Generator:
     def events(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Pieces of text as they come, and one `Completion` or `Failure` a request as it ends."""
         started = perf_counter()
-        waiting: deque[ActiveSequence] = deque()
+        waiting: list[ActiveSequence] = []
         for index, request in enumerate(requests):
             try:
                 waiting.append(self._prepare(index, request, started))
             except MlaError as error:
                 yield Failure(index, error)
-        batch = Batch(self.decoder, self._make_cache, logprobs=self._logprobs, live=self._live)
-        while waiting or batch.active:
-            free = min(self._max_batch - len(batch.active), len(waiting))
-            if free:
-                joining = [waiting.popleft() for _ in range(free)]
-                for group in prefill_groups([len(sequence.prompt) for sequence in joining]):
-                    sequences = [joining[i] for i in group]
-                    yield from self._deliver(batch, sequences, partial(batch.add, sequences), prefill=True)
-            else:
-                yield from self._deliver(batch, batch.active, batch.step)
-
-    def _deliver(
-        self, batch: Batch, sequences: list[ActiveSequence], compute: Callable[[], Sampled], *, prefill: bool = False
-    ) -> Iterator[Event]:
-        """Run one computation and hand out what it gave to each sequence."""
-        statistics, began = self.statistics, perf_counter()
-        sampled = compute()
-        tokens = sampled.ids.tolist()
-        logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
-        now = perf_counter()
-        statistics.busy_s += now - began
-        statistics.new_tokens += len(tokens)
-        statistics.cache_bytes = max(statistics.cache_bytes, batch.cache_bytes())
-        if prefill:
-            statistics.prefill_s += now - began
-            statistics.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences)
-        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            if token < 0:
-                batch.drop(sequence)
-                yield Failure(sequence.index, _not_finite())
-                continue
-            if prefill:
-                statistics.first_token_s.append(now - sequence.started)
-            else:
-                statistics.between_tokens_s.append(now - sequence.last_at)
-            if logprobs is not None:
-                sequence.logprobs.append(logprobs[row])
-            piece = sequence.push(token, now)
-            if piece:
-                yield Text(sequence.index, piece)
-            if sequence.finish_reason is not None:
-                batch.drop(sequence)
-                yield sequence.completion()
+        batch = Batch(self.decoder, self._pool, logprobs=self._logprobs, live=self._live)
+        scheduler = Scheduler(batch, self._pool, self.statistics, max_batch=self._max_batch)
+        for sequence in waiting:
+            scheduler.add(sequence)
+        try:
+            while scheduler.busy:
+                yield from scheduler.turn()
+        finally:
+            scheduler.close()
 
     def _prepare(self, index: int, request: Request, started: float) -> ActiveSequence:
         prompt = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
@@ -178,10 +150,3 @@ class Generator:
                 f"the prompt has {len(prompt)} tokens, the context is limited to {self.context} with the answer",
                 fix=f"shorten the prompt{f', or raise --max-context (at most {own})' if self.context < own else ''}",
             )
-
-
-def _not_finite() -> MlaError:
-    return MlaError(
-        "the model's scores hold NaN or infinity",
-        fix="run with --dtype float32; if it stays, the weights are damaged (`mla inspect`)",
-    )

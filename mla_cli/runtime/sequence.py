@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from mla_cli.model.cache import Cache
 from mla_cli.model.text_stream import TextStream
 from mla_cli.runtime.request import Completion
 from mla_cli.runtime.sampling_params import SamplingParams
@@ -20,6 +21,10 @@ class ActiveSequence:
         allowed: most tokens it may get; note: why these are fewer than asked for.
         stream: fresh decoder of ids to text; eos_ids: tokens that end it.
         started: when the request was handed in, by the caller's clock.
+
+    Attributes:
+        pages, cache: where it is kept, while it runs; cached: tokens that are there already.
+        names: of the whole chunks of its prompt, for others to share. refusals: times in a row that it found no pages.
     """
 
     def __init__(
@@ -40,6 +45,10 @@ class ActiveSequence:
         self.logprobs: list[float] = []
         self.finish_reason: Literal["stop", "length"] | None = None
         self.started, self.first_at, self.last_at = started, started, started
+        self.pages: list[int] = []
+        self.names: list[bytes] = []
+        self.cache: Cache | None = None
+        self.cached = self.refusals = 0
         self._allowed, self._note = allowed, note
         self._stream, self._stop = stream, StopText(params.stop)
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids

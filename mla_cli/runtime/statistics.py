@@ -21,6 +21,8 @@ class Statistics:
         first_token_s: one a request, from its handing in to its first token, waiting for a place included.
         between_tokens_s: one a token after the first of its request, as a reader of the stream waits for it.
         prefill_s: spent on prompts; busy_s: on all.
+        shared_tokens: of prompts, which others had left in the cache; prompt_tokens: those that were read.
+        preemptions: times that a request lost its pages and was computed again.
         live: watches latents whose ranges are static, if there are any.
         cache_bytes_per_token: of one sequence, over all layers; cache_bytes: most that was allocated for all sequences.
     """
@@ -30,6 +32,8 @@ class Statistics:
     live: LiveRange | None = None
     prompt_tokens: int = 0
     new_tokens: int = 0
+    shared_tokens: int = 0
+    preemptions: int = 0
     prefill_s: float = 0.0
     busy_s: float = 0.0
     first_token_s: array[float] = field(default_factory=lambda: array("d"))
@@ -40,6 +44,8 @@ class Statistics:
         return {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
+            "shared_prompt_tokens": self.shared_tokens,
+            "preemptions": self.preemptions,
             "ttft_ms": _ms(quantile(self.first_token_s, 0.5)),
             "ms_per_token_median": _ms(quantile(self.between_tokens_s, 0.5)),
             "ms_per_token_p99": _ms(quantile(self.between_tokens_s, 0.99)),
@@ -56,6 +62,8 @@ class Statistics:
 _ROWS = (
     ("prompt tokens", "prompt_tokens", "count"),
     ("new tokens", "new_tokens", "count"),
+    ("prompt tokens not read again", "shared_prompt_tokens", "count"),
+    ("requests made to wait again", "preemptions", "count"),
     ("time to first token", "ttft_ms", "ms"),
     ("time per token, median", "ms_per_token_median", "ms"),
     ("time per token, 99 %", "ms_per_token_p99", "ms"),

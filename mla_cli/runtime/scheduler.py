@@ -1,0 +1,197 @@
+"""Who runs when: requests join and leave between steps, and prompts are read beside those that decode.
+
+A turn admits what there are pages for, reads prompts for at most a budget of tokens, and gives every sequence that has read its
+prompt one more token. Where pages run out, the sequence that came last gives its own up and waits, first in the queue, to be
+computed again; so the one that came first always goes on, and all end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from time import perf_counter
+
+from mla_cli.errors import MlaError
+from mla_cli.model.page_pool import PagePool, pages_for
+from mla_cli.runtime.batch import Batch, chunk_length
+from mla_cli.runtime.request import Event, Failure, Text
+from mla_cli.runtime.sampling import Sampled
+from mla_cli.runtime.sequence import ActiveSequence
+from mla_cli.runtime.statistics import Statistics
+
+PATIENCE = 3  # times that a sequence that runs alone may be refused pages in a row
+
+
+class Scheduler:
+    """Runs sequences on one batch.
+
+    Args:
+        max_batch: most that run together.
+        budget: most tokens of prompts to read between two steps (at least one chunk is); None: by the longest prompt's length.
+    """
+
+    def __init__(
+        self, batch: Batch, pool: PagePool, statistics: Statistics, *, max_batch: int, budget: int | None = None
+    ) -> None:
+        self._batch, self._pool, self._statistics = batch, pool, statistics
+        self._max_batch, self._budget = max_batch, budget
+        self._waiting: deque[ActiveSequence] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._waiting or self._batch.rows)
+
+    def add(self, sequence: ActiveSequence) -> None:
+        """Queue a sequence."""
+        self._waiting.append(sequence)
+
+    def cancel(self, sequence: ActiveSequence) -> None:
+        """Forget a sequence, wherever it is; one that has ended already is none of ours."""
+        if sequence in self._batch.rows:
+            self._batch.leave(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def close(self) -> None:
+        """Forget all."""
+        for sequence in [*self._batch.rows, *self._waiting]:
+            self.cancel(sequence)
+
+    def turn(self) -> Iterator[Event]:
+        """One turn; what it gave to each sequence."""
+        yield from self._admit()
+        yield from self._read_prompts()
+        yield from self._decode()
+
+    def _admit(self) -> Iterator[Event]:
+        while self._waiting and len(self._batch.rows) < self._max_batch:
+            first, running = self._waiting[0], len(self._batch.rows)
+            # Each that runs may soon want a page more: who is let in must not push others out at once.
+            room = pages_for(len(first.history) + 1) + running
+            if (not running or room <= self._pool.available) and self._batch.join(first):
+                self._waiting.popleft()
+                continue
+            if not running:
+                self._waiting.popleft()
+                yield from self._refused(first)
+            return
+
+    def _read_prompts(self) -> Iterator[Event]:
+        reading = [s for s in self._batch.rows if self._batch.next_chunk(s)]
+        budget = self._budget or chunk_length(max((len(s.prompt) for s in reading), default=0))
+        spent = 0
+        for sequence in reading:
+            while count := self._batch.next_chunk(sequence):
+                if spent and spent + count > budget:
+                    return
+                spent += count
+                began = perf_counter()
+                try:
+                    sampled = self._batch.read(sequence)
+                except MlaError as error:
+                    yield self._fail(sequence, error)
+                    break
+                self._statistics.prompt_tokens += count
+                self._statistics.prefill_s += perf_counter() - began
+                self._count(began)
+                if sampled is not None:
+                    yield from self._deliver([sequence], sampled)
+                    break
+
+    def _decode(self) -> Iterator[Event]:
+        ready = [s for s in self._batch.rows if not self._batch.next_chunk(s)]
+        for sequence in ready:
+            while sequence in self._batch.rows and not self._batch.extend(sequence):
+                last = self._batch.rows[-1]
+                alone = len(self._batch.rows) == 1
+                self._batch.leave(last)
+                self._statistics.preemptions += 1
+                if alone:
+                    yield from self._refused(last)
+                else:
+                    self._waiting.appendleft(last)
+        ready = [s for s in ready if s in self._batch.rows]
+        if not ready:
+            return
+        began = perf_counter()
+        try:
+            given, sampled = self._batch.step(ready)
+        except MlaError as error:
+            yield from self._one_by_one(ready, error)
+            return
+        self._count(began)
+        if sampled is not None:
+            yield from self._deliver(given, sampled)
+
+    def _one_by_one(self, sequences: list[ActiveSequence], error: MlaError) -> Iterator[Event]:
+        """After a step that failed: which of the sequences it was."""
+        if len(sequences) == 1:
+            yield self._fail(sequences[0], error)
+            return
+        for sequence in sequences:
+            try:
+                given, sampled = self._batch.step([sequence])
+            except MlaError as own:
+                yield self._fail(sequence, own)
+            else:
+                if sampled is not None:
+                    yield from self._deliver(given, sampled)
+
+    def _refused(self, sequence: ActiveSequence) -> Iterator[Event]:
+        """A sequence found no pages although nothing else runs: it tries again, but not for ever."""
+        sequence.refusals += 1
+        if sequence.refusals < PATIENCE:
+            self._waiting.appendleft(sequence)
+            return
+        need, held = pages_for(len(sequence.history) + 1), self._pool.limit
+        yield Failure(
+            sequence.index,
+            MlaError(
+                f"no memory is left for the cache: {need} pages are needed, the pool holds {held}",
+                fix="lower --max-context, raise --pool-size, or cache in fewer bytes with --kv-dtype int8",
+            ),
+        )
+
+    def _fail(self, sequence: ActiveSequence, error: MlaError) -> Failure:
+        self._batch.leave(sequence, broken=True)
+        return Failure(sequence.index, error)
+
+    def _count(self, began: float) -> None:
+        self._statistics.busy_s += perf_counter() - began
+        self._statistics.cache_bytes = max(self._statistics.cache_bytes, self._pool.allocated_bytes())
+        self._statistics.shared_tokens = self._batch.shared_tokens
+
+    def _deliver(self, sequences: list[ActiveSequence], sampled: Sampled) -> Iterator[Event]:
+        """Hand out what a computation gave to each sequence."""
+        tokens = sampled.ids.tolist()
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
+        now = perf_counter()
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if sequence not in self._batch.rows:  # cancelled by who received what came before
+                continue
+            if token < 0:
+                yield self._fail(sequence, _not_finite())
+                continue
+            self._statistics.new_tokens += 1
+            if sequence.tokens:
+                self._statistics.between_tokens_s.append(now - sequence.last_at)
+            else:
+                self._statistics.first_token_s.append(now - sequence.started)
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs[row])
+            sequence.refusals = 0
+            piece = sequence.push(token, now)
+            if sequence.finish_reason is not None:
+                self._batch.leave(sequence)
+            if piece:
+                yield Text(sequence.index, piece)
+            if sequence.finish_reason is not None:
+                yield sequence.completion()
+
+
+def _not_finite() -> MlaError:
+    return MlaError(
+        "the model's scores hold NaN or infinity",
+        fix="run with --dtype float32; if it stays, the weights are damaged (`mla inspect`)",
+    )
