@@ -120,15 +120,18 @@ def with_slots(bank: LayerBank, plan: ConversionPlan, statistics: list[SourceSta
     The native form shares them out over all layers, so that layers differ but all together cache what was planned. The stock
     form has one table of frequencies for all layers.
     """
-    rotary = standard_layers(bank.model.spec)[0].rotary
-    if rotary is None or rotary.by_length or not plan.layers[0].slots:
+    layers = standard_layers(bank.model.spec)
+    shapes = {(a.num_kv_heads, a.rotary.dim) if a.rotary is not None else None for a in layers}
+    if None in shapes or len(shapes) > 1 or any(a.rotary is not None and a.rotary.by_length for a in layers):
+        return plan  # no layer turns, or some do not: each keeps its even share
+    if not plan.layers[0].slots:
         return plan
     worths = [slot_worth(bank.source_attention(i), seen) for i, seen in enumerate(statistics)]
     count = len(plan.layers[0].slots)
     if plan.form == "deepseek":
         common = choose_common_slots(worths, count)
         return replace(plan, layers=tuple(replace(layer, slots=common) for layer in plan.layers))
-    layers = [
+    planned = [
         replace(layer, slots=slots) for layer, slots in zip(plan.layers, choose_slots(worths, count), strict=True)
     ]
-    return replace(plan, layers=tuple(layers))
+    return replace(plan, layers=tuple(planned))

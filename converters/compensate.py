@@ -75,7 +75,7 @@ def compensate(
         layer = bank.source_layer(index)
         attention = layer.self_attn
         assert isinstance(attention, StandardAttention)
-        if queries:
+        if queries and attention.spec.qk_norm is None:  # a norm stands between inputs and queries
             weights, error = refit_queries(weights, attention, states.looked(layer))
             scores.append(error)
         weights, error = states.refit_output(layer, weights, weights.module(index, device=bank.device), toward)
@@ -120,8 +120,8 @@ class _States:
             output = layer.self_attn(layer.input_layernorm(self.source[m]), step)  # [B, T, D]
             record: Record = {}
             attention(layer.input_layernorm(self.ours[m]), step, record)
-            self.source[m] += output
-            target = output if toward == "output" else self.source[m] - self.ours[m]
+            target = output if toward == "output" else output + layer.correction(self.source[m] - self.ours[m])
+            self.source[m] = layer.complete(self.source[m], output, output.dtype)
             heads = with_constant(record["heads"].flatten(2).flatten(0, 1)).unflatten(0, valid.shape)  # [B, T, H*v + 1]
             parts.append((valid, heads, target, target.square().sum(dim=-1)))
         usual = torch.cat([power[valid] for valid, _, _, power in parts]).median().clamp(min=1e-30)
@@ -140,9 +140,7 @@ class _States:
 
         new = (old.double() + moved).to(old)
         for m, (_, heads, _, _) in zip(self.micros, parts, strict=True):
-            self.ours[m] += heads @ new.T
-            for states in (self.source, self.ours):
-                states[m] += layer.mlp(layer.post_attention_layernorm(states[m]))
+            self.ours[m] = layer.complete(self.ours[m], heads @ new.T, new.dtype)
         shift = moved.cpu()
         refitted = replace(
             weights,

@@ -146,7 +146,7 @@ def _fit(
     earlier = state.load_layers_and_facts("closed")
     if earlier is not None:
         tensors, facts = earlier
-        plan = replace(plans[0], layers=tuple(LayerPlan(r, f, tuple(s)) for r, f, s in facts["plan"]))
+        plan = replace(plans[0], layers=tuple(LayerPlan(r, f, tuple(s), k) for r, f, s, k in facts["plan"]))
         layers = layers_from(bank.model.spec, plan, tensors)
         timings.seconds.update(facts["seconds"])
         return plan, layers, facts
@@ -178,7 +178,7 @@ def _fit(
                 first(fitted, options.fisher_samples), unseen, batches, seed=options.seed,
             )  # fmt: skip
     facts = {
-        "plan": [(layer.kv_lora_rank, layer.fitted_rank, layer.slots) for layer in plan.layers],
+        "plan": [(layer.kv_lora_rank, layer.fitted_rank, layer.slots, layer.key_factors) for layer in plan.layers],
         "split_errors": closed.split_errors,
         "spectra": [
             spectrum_points(spectrum.energy.tolist(), keep=layer.fitted_rank)

@@ -115,6 +115,8 @@ def factorize(
     wide, hidden = s.kv_lora_rank, weights.down.shape[1]
     if rank == wide and not reorder:  # nothing to drop: rather exact to the last bit than ordered by importance
         return weights, Spectrum(torch.zeros(wide, dtype=torch.float64))
+    if s.softcap is not None or s.key_factors:
+        return _factorize_whole(weights, rank, input_moment, output_moment, weigh_input=weigh_input)
     cov, mean = covariance(input_moment)
     energy = float(input_moment.diagonal()[:-1].mean())
     if float(cov.diagonal().mean()) <= CONSTANT * energy:
@@ -150,5 +152,40 @@ def factorize(
         up_k=weights.up_k @ up,
         up_v=weights.up_v @ up,
         out_bias=weights.out_bias + weights.out @ value_constant,
+    )
+    return narrowed.with_needed_biases(), Spectrum(singular.square())
+
+
+def _factorize_whole(
+    weights: LatentWeights, rank: int, input_moment: Tensor, output_moment: Tensor | None, *, weigh_input: bool
+) -> tuple[LatentWeights, Spectrum]:
+    """`factorize` where softmax does see the mean of the keys: a soft-cap bends it, a norm of the keys scales it.
+
+    `x` is taken as it is, with its constant 1, about which no channel is lost for nothing.
+    """
+    s = weights.spec
+    wide = s.kv_lora_rank
+    a = torch.cat((weights.down[:wide], weights.down_bias[:wide, None]), dim=1)  # [wide, D + 1]
+    inputs = a.shape[1]
+    c_root, c_inverse = moment_root(input_moment) if weigh_input else (torch.eye(inputs, dtype=a.dtype),) * 2
+    f_root, f_inverse = (
+        moment_root(output_moment) if output_moment is not None else (torch.eye(wide, dtype=a.dtype),) * 2
+    )
+    left, singular, right = torch.linalg.svd(f_root @ a @ c_root, full_matrices=False)
+    kept = min(rank, singular.numel())
+    root = singular[:kept].clamp(min=1e-150).sqrt()
+    down = a.new_zeros(rank, inputs)
+    up = a.new_zeros(wide, rank)
+    down[:kept] = root[:, None] * (right[:kept] @ c_inverse)
+    up[:, :kept] = (f_inverse @ left[:, :kept]) * root
+    power = ((down @ input_moment) * down).sum(dim=1)[:kept].mean().clamp(min=1e-60).sqrt()
+    down, up = down / power, up * power
+    narrowed = replace(
+        weights,
+        spec=replace(s, kv_lora_rank=rank),
+        down=torch.cat((down[:, :-1], weights.down[wide:])),
+        down_bias=torch.cat((down[:, -1], weights.down_bias[wide:])),
+        up_k=weights.up_k @ up,
+        up_v=weights.up_v @ up,
     )
     return narrowed.with_needed_biases(), Spectrum(singular.square())

@@ -174,8 +174,8 @@ class States:
         )
 
     def attention(self, index: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Step]:
-        """Normed input of the layer `[B, T, D]`, the source's attention output, how far the source's hidden state is from ours
-        before the layer, which tokens count, the step."""
+        """Normed input of the layer `[B, T, D]`, the source's attention output, what attention would have to give besides to
+        bring our hidden state before the layer to the source's, which tokens count, the step."""
         layer, _ = self.student.layer(index)
         dtype = self.student.decoder.dtype
         if index != self._index:
@@ -189,7 +189,8 @@ class States:
         valid = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[rows, None].to(
             self.tokens.device
         )
-        return given, self._targets[rows], self.source[rows] - self.ours[rows], valid, self._step(rows)
+        behind = layer.correction(self.source[rows] - self.ours[rows])
+        return given, self._targets[rows], behind, valid, self._step(rows)
 
     @torch.no_grad()
     def advance(self, index: int) -> None:

@@ -156,6 +156,7 @@ def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> Laten
         out=tensors["out"],
         out_bias=tensors["out_bias"],
         norm=norm,
+        normed={name: tensors[name] for name in tensors if "_norm_proj." in name} or None,
     ).with_needed_biases()
 
 
@@ -171,4 +172,5 @@ def layers_from(
 
 def _tensors(weights: LatentWeights) -> dict[str, Tensor]:
     tensors = {name: getattr(weights, name) for name in TENSORS}
+    tensors |= weights.normed or {}
     return tensors if weights.norm is None else {**tensors, "norm": weights.norm}

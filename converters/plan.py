@@ -22,6 +22,7 @@ class LayerPlan:
     kv_lora_rank: int
     fitted_rank: int
     slots: tuple[int, ...]
+    key_factors: int = 0  # numbers that a norm of the keys divides by, cached beside the latent
 
     @property
     def qk_rope_head_dim(self) -> int:
@@ -31,7 +32,7 @@ class LayerPlan:
     @property
     def cached_per_token(self) -> int:
         """Numbers cached per token."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.kv_lora_rank + self.qk_rope_head_dim + self.key_factors
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ def choose_form(
 
 def rope_candidates(spec: DecoderSpec, form: Form, budget: int) -> list[int]:
     """Widths of the rotary key worth trying within `budget` cached numbers a layer, widest first; never none."""
-    attention = standard_layers(spec)[0]
-    if attention.rotary is None:
+    rotaries = [attention.rotary for attention in standard_layers(spec) if attention.rotary is not None]
+    if not rotaries:
         return [0]
-    whole = attention.rotary.dim
+    whole = min(rotary.dim for rotary in rotaries)
     widths = [whole * share // 4 for share in (4, 3, 2, 1) if whole * share % 8 == 0]
-    if form == "deepseek" and attention.rotary.by_length:
+    if form == "deepseek" and rotaries[0].by_length:
         widths = [whole]
     least = max(1, min(MIN_RANK, budget // 2))
     return [w for w in widths if budget - w >= least] or widths[-1:]
@@ -138,9 +139,12 @@ def make_plan(
     """
     layers = standard_layers(spec)
     plans = []
+    some_turn, asked = any(attention.rotary is not None for attention in layers), qk_rope_head_dim
     for attention in layers:
         rotary = attention.rotary
         rotary_keys = attention.num_kv_heads * rotary.dim if rotary is not None else 0
+        # Among layers that have one, a layer without a rotary embedding needs no rotary key.
+        qk_rope_head_dim = 0 if rotary is None and some_turn else asked
         if qk_rope_head_dim < 0 or qk_rope_head_dim % 2 or qk_rope_head_dim > rotary_keys:
             raise UsageError(
                 f"the rotary key can have an even width from 0 to {rotary_keys}, not {qk_rope_head_dim}",
@@ -148,11 +152,11 @@ def make_plan(
             )
         rank = kv_lora_rank
         if rank is None:
-            rank = int(attention.cached_per_token / (ratio or DEFAULT_RATIO)) - qk_rope_head_dim
+            rank = int(attention.cached_per_token / (ratio or DEFAULT_RATIO)) - qk_rope_head_dim - attention.key_factors
         full = min(attention.cached_per_token, spec.hidden_size)
         if not 1 <= rank <= attention.cached_per_token:
             least = attention.cached_per_token / (attention.cached_per_token - 1)
-            most = attention.cached_per_token / (qk_rope_head_dim + 1)
+            most = attention.cached_per_token / (qk_rope_head_dim + attention.key_factors + 1)
             raise UsageError(
                 f"a latent of {rank} beside a rotary key of {qk_rope_head_dim} is not possible: kv_lora_rank goes from 1 to "
                 f"{attention.cached_per_token} (lossless from {full}), the ratio from {least:.3g} to {most:.3g}",
@@ -165,7 +169,8 @@ def make_plan(
 def _layer_plan(attention: StandardAttentionSpec, form: Form, rank: int, rope_dim: int) -> LayerPlan:
     if form == "native":
         frequencies = attention.rotary.dim // 2 if attention.rotary is not None else 0
-        return LayerPlan(rank, rank, default_slots(frequencies, rope_dim, attention.num_kv_heads))
+        slots = default_slots(frequencies, rope_dim, attention.num_kv_heads)
+        return LayerPlan(rank, rank, slots, attention.key_factors)
     assert attention.rotary is not None  # why_not_stock has refused it
     if attention.rotary.by_length and rope_dim != attention.rotary.dim:
         raise UsageError(

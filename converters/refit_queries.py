@@ -116,6 +116,8 @@ class _Pairs:
         logits = scores * own.scale
         if own.softcap is not None:
             logits = own.softcap * torch.tanh(logits / own.softcap)
+        if own.alibi:
+            logits = logits + step.biases(own.alibi, own.window)[0]
         seen = visible_keys(step.positions, len(ours), own.window)[0]  # [T, S]
         looks = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
         return _Pairs(with_constant(ours), keys, scores, looks, cos, sin, s.qk_nope_head_dim, s.interleaved)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mla_cli.model.attention import StandardAttention
 from mla_cli.model.latent_weights import LatentWeights, bias_or_zeros
+from mla_cli.model.norms import OffsetRMSNorm
 from mla_cli.model.spec import LatentAttentionSpec, StandardAttentionSpec
 
 Mixing = Literal["complex", "real"]
@@ -63,8 +64,8 @@ def split_rotary(
     n = s.rotary.dim // 2 if s.rotary is not None else 0
     attention_factor = s.rotary.attention_factor if s.rotary is not None else 1.0
 
-    w_q = _augmented(attention.q_proj).view(s.num_heads, d, hidden + 1)
-    w_k = _augmented(attention.k_proj).view(groups, d, hidden + 1)
+    w_q = query_rows(attention)  # [H, d, D+1], or [H, d, d+1] of normed queries
+    w_k = key_rows(attention)  # [G, d, D+1]
     w_v = _augmented(attention.v_proj)  # [G*d, D+1]
     keys = torch.complex(w_k[:, :n], w_k[:, n : 2 * n])  # [G, n, D+1]
     queries = torch.complex(w_q[:, :n], w_q[:, n : 2 * n])  # [H, n, D+1]
@@ -116,15 +117,50 @@ def split_rotary(
     spec = latent_spec(s, 2 * width, tuple(slots))
     return LatentWeights(
         spec,
-        q[..., :hidden],
-        q[..., hidden],
+        q[..., :-1],
+        q[..., -1],
         down[:, :hidden],
         down[:, hidden],
         torch.cat((eye, nothing), dim=-1),
         torch.cat((nothing, eye), dim=-1),
         attention.o_proj.weight.detach().cpu().double(),
         bias_or_zeros(attention.o_proj),
+        normed=_norm_projections(attention),
     ).with_needed_biases()
+
+
+def query_rows(attention: StandardAttention) -> Tensor:
+    """What queries are of the layer's input with a constant 1 appended, `[H, d, D + 1]`; with norms of queries, what they are
+    of each head's query over its rms: the norm's weight, `[H, d, d + 1]`."""
+    s = attention.spec
+    if s.qk_norm is None:
+        return _augmented(attention.q_proj).view(s.num_heads, s.head_dim, -1)
+    weights = torch.diag_embed(_norm_weight(attention.q_norm, s.num_heads, s.head_dim))  # [H, d, d]
+    return torch.cat((weights, weights.new_zeros(*weights.shape[:2], 1)), dim=-1)
+
+
+def key_rows(attention: StandardAttention) -> Tensor:
+    """What keys are of the layer's input with a constant 1 appended, `[G, d, D + 1]`; with norms of keys, before `1 / rms`."""
+    s = attention.spec
+    rows = _augmented(attention.k_proj).view(s.num_kv_heads, s.head_dim, -1)
+    if s.qk_norm is None:
+        return rows
+    return rows * _norm_weight(attention.k_norm, s.num_kv_heads, s.head_dim)[..., None]
+
+
+def _norm_weight(norm: torch.nn.Module, heads: int, head_dim: int) -> Tensor:
+    weight = norm.weight.detach().cpu().double() + (1.0 if isinstance(norm, OffsetRMSNorm) else 0.0)  # type: ignore[operator]
+    return weight.view(-1, head_dim).expand(heads, head_dim)
+
+
+def _norm_projections(attention: StandardAttention) -> dict[str, Tensor] | None:
+    if attention.spec.qk_norm is None:
+        return None
+    return {
+        f"{name}_norm_proj.{part}": tensor.detach().cpu().double()
+        for name, projection in (("q", attention.q_proj), ("k", attention.k_proj))
+        for part, tensor in projection.named_parameters()
+    }
 
 
 def latent_spec(source: StandardAttentionSpec, kv_lora_rank: int, slots: tuple[int, ...]) -> LatentAttentionSpec:
@@ -143,6 +179,10 @@ def latent_spec(source: StandardAttentionSpec, kv_lora_rank: int, slots: tuple[i
         o_bias=True,
         window=source.window,
         softcap=source.softcap,
+        qk_norm=source.qk_norm,
+        num_kv_heads=source.num_kv_heads,
+        head_dim=source.head_dim,
+        alibi=source.alibi,
     )
 
 
@@ -155,7 +195,7 @@ def component_energies(attention: StandardAttention, input_moment: Tensor, query
     s = attention.spec
     assert s.rotary is not None
     n = s.rotary.dim // 2
-    w_k = _augmented(attention.k_proj).view(s.num_kv_heads, s.head_dim, -1)
+    w_k = key_rows(attention)
     keys = torch.complex(w_k[:, :n], w_k[:, n : 2 * n])  # [G, n, D+1]
     weight = query_energy.view(s.num_kv_heads, -1, n).sum(dim=1).clamp(min=0).sqrt()  # [G, n]
     weighted = (weight[..., None] * keys).transpose(0, 1)  # [n, G, D+1]
@@ -178,7 +218,7 @@ def split_error(
         return float(((power[:, :n] + power[:, n : 2 * n]) * energy).sum())
 
     remainder = torch.cat((split.down, split.down_bias[:, None]), dim=1)[: s.num_kv_heads * s.head_dim]
-    total = weighted(_augmented(attention.k_proj).view(-1, hidden + 1))
+    total = weighted(key_rows(attention).reshape(-1, hidden + 1))
     return weighted(remainder) / total if total > 0 else 0.0
 
 

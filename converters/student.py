@@ -140,6 +140,5 @@ class Student(nn.Module):
 
 def layer_output(layer: DecoderLayer, attention: Callable[[Tensor, Step], Tensor], x: Tensor, step: Step) -> Tensor:
     """A layer with this attention: `[B, T, D]` float32 hidden states to the same, matrices in the layer's own type."""
-    dtype = layer.mlp.up_proj.weight.dtype
-    x = x + attention(layer.input_layernorm(x.to(dtype)), step)
-    return x + layer.mlp(layer.post_attention_layernorm(x.to(dtype)))  # type: ignore[no-any-return]
+    dtype = layer.dtype
+    return layer.complete(x, attention(layer.input_layernorm(x.to(dtype)), step), dtype)

@@ -32,6 +32,9 @@ def latent_attention(
     visible: Tensor,
     scale: float,
     softcap: float | None = None,
+    *,
+    factors: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed attention: `softmax(scale * (q_latent c^T + q_rope k_rope^T)) c` (DeepSeek-V2, arXiv 2405.04434).
 
@@ -39,6 +42,7 @@ def latent_attention(
         q_latent: `[B, T, H, r]` queries with `W_UK` absorbed; q_rope: `[B, T, H, d_R]` rotated queries.
         latent: `[B, S, r]`; k_rope: `[B, S, d_R]` rotated keys.
         visible: `[B, T, S]` bool.
+        factors: `[B, S, H]` that each key's scores are multiplied by. bias: `[B, H, T, S]` added to scores.
 
     Returns:
         Output `[B, T, H, r]` and log-sum-exp of the scores `[B, T, H]`, float64. A query that sees no key gives zeros and
@@ -49,8 +53,12 @@ def latent_attention(
     k = k_rope.double().where(anyone, torch.zeros((), dtype=torch.float64))
     scores = torch.einsum("bthr,bsr->bths", q_latent.double(), c)
     scores = (scores + torch.einsum("bthd,bsd->bths", q_rope.double(), k)) * scale
+    if factors is not None:
+        scores = scores * factors.double().transpose(1, 2)[:, None]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.double().transpose(1, 2)
     scores = scores.masked_fill(~visible[:, :, None, :], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)  # [B, T, H]
     weights = torch.exp(scores - lse[..., None].where(torch.isfinite(lse[..., None]), torch.zeros((), dtype=lse.dtype)))

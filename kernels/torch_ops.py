@@ -15,6 +15,9 @@ def latent_attention(
     visible: Tensor | None,
     scale: float,
     softcap: float | None = None,
+    *,
+    factors: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Absorbed attention over a latent cache, as `reference.latent_attention`, in the type of `q_latent`.
 
@@ -22,6 +25,7 @@ def latent_attention(
         q_latent: `[B, T, H, r]`; q_rope: `[B, T, H, d_R]`.
         latent: `[B, S, r]`; k_rope: `[B, S, d_R]`; finite everywhere.
         visible: `[B, T, S]` bool with at least one key a query; None: every query sees every key.
+        factors: `[B, S, H]` that each key's scores are multiplied by. bias: `[B, H, T, S]` added to scores.
 
     Returns:
         `[B, T, H, r]`.
@@ -33,8 +37,12 @@ def latent_attention(
         query.new_zeros(()).expand(b, t * h, key.shape[1]), query, key.transpose(1, 2), beta=0, alpha=scale
     )  # [B, T*H, S]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if factors is not None:
+        scores = (scores.view(b, t, h, -1) * factors.transpose(1, 2)[:, None]).view_as(scores)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = (scores.view(b, t, h, -1) + bias.transpose(1, 2)).view_as(scores)
     if visible is not None:
         scores = scores.view(b, t, h, -1).masked_fill(~visible[:, :, None, :], float("-inf")).view_as(scores)
     weights = scores.softmax(dim=-1).to(latent.dtype)
@@ -76,6 +84,16 @@ def attention(
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)[..., : value.shape[-1]]
+
+
+def biased_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention with `bias` `[B, H, T, S]` added to the scores, minus infinity for what is hidden; else as `attention`."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, heads, tokens, d]
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale + bias
+    return (scores.softmax(dim=-1).to(v.dtype) @ v).transpose(1, 2)
 
 
 def causal_attention_by_products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

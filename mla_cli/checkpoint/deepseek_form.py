@@ -28,6 +28,9 @@ def why_not_stock(spec: DecoderSpec) -> str | None:
     """What in a standard decoder the stock form cannot say; None if it can say all."""
     if spec.learned_positions:
         return "learned positions"
+    unusual = spec.unusual()
+    if unusual is not None:
+        return unusual
     if spec.norm != "rms":
         return f"{spec.norm} norm"
     if not spec.gated_mlp or spec.mlp_bias:

@@ -15,7 +15,7 @@ from mla_cli.checkpoint.sources import Source, open_source
 from mla_cli.console import note
 from mla_cli.errors import InputError
 from mla_cli.kernels.cpu.prompt import prompt_attention
-from mla_cli.model.decoder import Decoder, DecoderLayer, make_norm
+from mla_cli.model.decoder import Decoder, DecoderLayer
 from mla_cli.model.families import family_of
 from mla_cli.model.families.base import Family, TensorRule
 from mla_cli.model.spec import DecoderSpec
@@ -63,8 +63,10 @@ class ModelSource:
             )
         if rule.transpose:
             stored = stored.T
-        if rule.rows is not None:
-            stored = stored[rule.rows[0] : rule.rows[1]]
+        if isinstance(rule.rows, range):
+            stored = stored[rule.rows.start : rule.rows.stop]
+        elif rule.rows is not None:
+            stored = stored[torch.tensor(rule.rows)]
         return stored.contiguous()
 
     def layer_names(self, layer: int) -> list[str]:
@@ -172,7 +174,6 @@ def load_frame(
     """
     with torch.device("meta"):
         decoder = Decoder(model.spec.with_attention(()))
-        decoder.norm = make_norm(model.spec)
     decoder.spec = model.spec
     if torch.device(device).type == "cpu" and dtype != torch.float64:
         decoder.fast_attention = prompt_attention(cache_dir() / "kernels", note)

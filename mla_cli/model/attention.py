@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from mla_cli.kernels import reference, torch_ops
 from mla_cli.model.cache import Cache
 from mla_cli.model.latent_gate import Chunks, LatentGate, gate_latents
+from mla_cli.model.norms import inverse_rms, make_head_norm, norm_heads
 from mla_cli.model.rotary import rotary_tables, rotate
-from mla_cli.model.spec import LatentAttentionSpec, RotarySpec, StandardAttentionSpec
+from mla_cli.model.spec import LatentAttentionSpec, QkNormSpec, RotarySpec, StandardAttentionSpec
 
 Record = dict[str, Tensor]
 
@@ -43,6 +44,7 @@ class Step:
     _tables: dict[RotarySpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _visible: dict[int | None, Tensor | None] = field(default_factory=dict)
     _chunks: dict[int, Chunks] = field(default_factory=dict)
+    _biases: dict[tuple[tuple[float, ...], int | None], Tensor] = field(default_factory=dict)
 
     def rotary(self, rotary: RotarySpec) -> tuple[Tensor, Tensor]:
         """cos, sin `[B, T, n]`, made once a step."""
@@ -56,6 +58,16 @@ class Step:
             plain = self.fresh and (window is None or window >= self.keys)
             self._visible[window] = None if plain else reference.visible_keys(self.positions, self.keys, window)
         return self._visible[window]
+
+    def biases(self, slopes: tuple[float, ...], window: int | None) -> Tensor:
+        """ALiBi's addition to the scores, float32 `[B, H, T, S]`; minus infinity where nothing is visible."""
+        if (slopes, window) not in self._biases:
+            place = torch.arange(self.keys, device=self.positions.device)
+            distance = (self.positions[..., None] - place)[:, None]  # [B, 1, T, S]
+            seen = reference.visible_keys(self.positions, self.keys, window)[:, None]
+            slope = torch.tensor(slopes, device=place.device)[:, None, None]  # [H, 1, 1]
+            self._biases[slopes, window] = (-slope * distance).masked_fill(~seen, float("-inf"))
+        return self._biases[slopes, window]
 
     def chunks(self, size: int) -> Chunks:
         """Where the tokens stand among chunks of `size`."""
@@ -97,6 +109,8 @@ def _explicit(
 
     `rope` are more channels of the queries, `[B, T, H, d_R]`, and of the keys, `[B, S, d_R]`, which all heads share.
     """
+    if spec.alibi:
+        return torch_ops.biased_attention(q, k, v, step.biases(spec.alibi, spec.window), spec.scale)
     fast = step.attend
     if fast is not None and step.backend == "torch" and q.shape[1] > 1 and fast.takes(q, k, v, *(rope or ())):
         first = step.positions[:, 0]
@@ -122,13 +136,18 @@ class StandardAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv, bias=spec.kv_bias)
         self.v_proj = nn.Linear(hidden, kv, bias=spec.kv_bias)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, hidden, bias=spec.o_bias)
+        if spec.qk_norm is not None:
+            self.q_norm = make_head_norm(spec.qk_norm, spec.num_heads, spec.head_dim)
+            self.k_norm = make_head_norm(spec.qk_norm, spec.num_kv_heads, spec.head_dim)
 
     def forward(self, x: Tensor, step: Step, record: Record | None = None) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; `record` receives `q`, `k`, `v` before rotation."""
+        """`[B, T, D]` to `[B, T, D]`; `record` receives `q`, `k` (normed), `v` before rotation."""
         s = self.spec
         q = self.q_proj(x).unflatten(-1, (s.num_heads, s.head_dim))  # [B, T, H, d]
         k = self.k_proj(x).unflatten(-1, (s.num_kv_heads, s.head_dim))  # [B, T, G, d]
         v = self.v_proj(x).unflatten(-1, (s.num_kv_heads, s.head_dim))  # [B, T, G, d]
+        if s.qk_norm is not None:
+            q, k = norm_heads(self.q_norm, s.qk_norm, q), norm_heads(self.k_norm, s.qk_norm, k)
         if record is not None:
             record.update(q=q, k=k, v=v)
         if s.rotary is not None:
@@ -149,19 +168,33 @@ def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return norm(x.to(norm.weight.dtype))  # type: ignore[no-any-return]
 
 
+class HeadLinear(nn.Linear):
+    """A linear map for each head: `[B, T, H, d]` to `[B, T, H, e]`, its weight `[H*e, d]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        maps = self.weight.view(x.shape[-2], -1, x.shape[-1])  # [H, e, d]
+        return torch.einsum("bthd,hed->bthe", x, maps.to(x.dtype))
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention: the cache holds one latent and one rotary key a token.
 
     `scores = scale * (q_nope W_UK c + rope(q_rope) rope(k_rope))`, `values = W_UV c`. A prompt rebuilds keys and values;
     later tokens run absorbed, with `W_UK` in the query and `W_UV` in the output, so that the cache is all that is read.
-    With a gate, `c` is the gated latent everywhere.
+    With a gate, `c` is the gated latent everywhere. Where the source has norms of queries and keys, `q` reads the source's
+    queries over their rms, and each key's scores are multiplied by `1 / rms` of the source's key, which is cached.
     """
 
     def __init__(self, spec: LatentAttentionSpec, hidden: int, layer: int) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
         s, query_width = spec, spec.num_heads * spec.qk_head_dim
-        if s.q_lora_rank is None:
+        if s.qk_norm is not None:
+            self.q_norm_proj = nn.Linear(hidden, s.num_heads * s.head_dim, bias=s.qk_norm.bias)
+            self.k_norm_proj = nn.Linear(hidden, s.num_kv_heads * s.head_dim, bias=s.qk_norm.bias)
+            self.q_map = HeadLinear(s.head_dim, query_width, bias=False)
+        elif s.q_lora_rank is None:
             self.q_proj = nn.Linear(hidden, query_width, bias=s.q_bias)
         else:
             self.q_a_proj = nn.Linear(hidden, s.q_lora_rank, bias=s.kv_a_bias)
@@ -190,21 +223,37 @@ class LatentAttention(nn.Module):
             cos, sin = self._tables(s.rotary, step)
             q_rope = rotate(q_rope, cos, sin, interleaved=s.interleaved)
             k_rope = rotate(k_rope, cos, sin, interleaved=s.interleaved)
+        if s.qk_norm is not None:
+            k_rope = torch.cat((k_rope, self._key_factors(x, s.qk_norm)), dim=-1)  # [B, T, rope+F]: cached together
         if step.cache is not None:
             latent, k_rope = step.cache.write(self.layer, step.positions, latent, k_rope)
         if step.cache is not None and not step.fresh:
-            latent, k_rope = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, r], [B, S, rope]
+            latent, k_rope = step.cache.read(self.layer, step.keys, x.dtype)  # [B, S, r], [B, S, rope+F]
+        k_rope, factors = k_rope.split((s.qk_rope_head_dim, s.key_factors), dim=-1)
         # Many tokens are cheaper with keys and values rebuilt, whatever they attend to.
         many = x.device.type == "cpu" and x.shape[1] > FEW_TOKENS
         if (step.fresh or many) and step.backend != "reference":
-            out = self._rebuilt(q_nope, q_rope, latent, k_rope, step)
+            out = self._rebuilt(q_nope, q_rope, latent, k_rope, factors, step)
         else:
-            out = self._absorbed(q_nope, q_rope, latent, k_rope, step.visible(s.window), step)
+            out = self._absorbed(q_nope, q_rope, latent, k_rope, factors, step)
         if record is not None:
             record["heads"] = out
         return self.o_proj(out.flatten(-2))
 
+    def _key_factors(self, x: Tensor, norm: QkNormSpec) -> Tensor:
+        return inverse_rms(self.k_norm_proj(x).unflatten(-1, (self.spec.num_kv_heads, -1)), norm)  # [B, T, F]
+
+    def _of_heads(self, factors: Tensor) -> Tensor | None:
+        """`[B, S, F]` factors of key heads as `[B, S, H]`; None where there are none."""
+        if not self.spec.key_factors:
+            return None
+        return factors.repeat_interleave(self.spec.num_heads // self.spec.key_factors, dim=-1)
+
     def _queries(self, x: Tensor) -> Tensor:
+        norm = self.spec.qk_norm
+        if norm is not None:
+            q = self.q_norm_proj(x).unflatten(-1, (self.spec.num_heads, -1))  # [B, T, H, d]
+            return self.q_map(q * inverse_rms(q, norm)[..., None])  # type: ignore[no-any-return]
         if self.spec.q_lora_rank is None:
             q = self.q_proj(x)
         else:
@@ -231,23 +280,33 @@ class LatentAttention(nn.Module):
         up = self.kv_b_proj.weight.to(dtype).view(s.num_heads, s.qk_nope_head_dim + s.v_head_dim, s.kv_lora_rank)
         return up.split((s.qk_nope_head_dim, s.v_head_dim), dim=1)  # type: ignore[no-any-return]
 
-    def _rebuilt(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, step: Step) -> Tensor:
+    def _rebuilt(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, factors: Tensor, step: Step
+    ) -> Tensor:
         s = self.spec
         kv = self.kv_b_proj(latent).unflatten(-1, (s.num_heads, -1))  # [B, T, H, nope+v]
         k_nope, v = kv.split((s.qk_nope_head_dim, s.v_head_dim), dim=-1)
         rope = (q_rope, k_rope) if s.qk_rope_head_dim else None
-        return _explicit(q_nope, k_nope, v, step, s, rope)  # [B, T, H, v]
+        scaled = self._of_heads(factors)
+        if scaled is None:
+            return _explicit(q_nope, k_nope, v, step, s, rope)  # [B, T, H, v]
+        key = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, s.num_heads, -1)), dim=-1) * scaled[..., None]
+        return _explicit(torch.cat((q_nope, q_rope), dim=-1), key, v, step, s)
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, visible: Tensor | None, step: Step
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, factors: Tensor, step: Step
     ) -> Tensor:
-        s = self.spec
+        s, visible = self.spec, step.visible(self.spec.window)
+        more = {
+            "factors": self._of_heads(factors),  # [B, S, H]
+            "bias": step.biases(s.alibi, s.window) if s.alibi else None,  # [B, H, T, S]
+        }
         w_uk, w_uv = self._up(q_nope.dtype)
         q_latent = torch.einsum("bthn,hnr->bthr", q_nope, w_uk)  # [B, T, H, r]
         if step.backend == "reference":
             seen = reference.visible_keys(step.positions, latent.shape[1], s.window) if visible is None else visible
-            out, _ = reference.latent_attention(q_latent, q_rope, latent, k_rope, seen, s.scale, s.softcap)
+            out, _ = reference.latent_attention(q_latent, q_rope, latent, k_rope, seen, s.scale, s.softcap, **more)
             out = out.to(latent.dtype)
         else:
-            out = torch_ops.latent_attention(q_latent, q_rope, latent, k_rope, visible, s.scale, s.softcap)
+            out = torch_ops.latent_attention(q_latent, q_rope, latent, k_rope, visible, s.scale, s.softcap, **more)
         return torch.einsum("bthr,hvr->bthv", out, w_uv)  # [B, T, H, v]

@@ -209,13 +209,13 @@ def _layer_cache(
     if not isinstance(attention, LatentAttentionSpec):
         shape = (attention.num_kv_heads, attention.head_dim)
         return LayerCache(PlainStore(batch, room, shape, dtype, device), PlainStore(batch, room, shape, dtype, device))
-    rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
+    rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim + attention.key_factors
     if quantizer is None:
         return LayerCache(
             PlainStore(batch, room, (rank,), dtype, device), PlainStore(batch, room, (rope,), dtype, device)
         )
     latents = quantized_store(batch, room, rank, quantizer, device)
-    if quantizer.rope is not None and rope:
+    if quantizer.rope is not None and rope and not attention.key_factors:
         return LayerCache(latents, quantized_store(batch, room, rope, quantizer.rope, device))
     # By default the rotary key stays in bfloat16: it is small, and errors in it ruin positions.
     return LayerCache(latents, PlainStore(batch, room, (rope,), torch.bfloat16, device))

@@ -15,7 +15,8 @@ from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.attention import FastAttention, LatentAttention, Record, StandardAttention, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.large_products import large_products
-from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
+from mla_cli.model.norms import make_norm
+from mla_cli.model.spec import DecoderSpec, ExpertsSpec, LatentAttentionSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -31,15 +32,16 @@ FAST_LOGITS = 16  # rows: from there on a library's matrix product is as fast
 
 
 class MLP(nn.Module):
-    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate."""
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate; of the decoder's width or another."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, intermediate_size: int | None = None) -> None:
         super().__init__()
+        inner = intermediate_size or spec.intermediate_size
         self.activation = ACTIVATIONS[spec.activation]
         if spec.gated_mlp:
-            self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+            self.gate_proj = nn.Linear(spec.hidden_size, inner, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, inner, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(inner, spec.hidden_size, bias=spec.mlp_bias)
         self.gated = spec.gated_mlp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,35 +51,84 @@ class MLP(nn.Module):
         return self.down_proj(self.activation(self.up_proj(x)))  # type: ignore[no-any-return]
 
 
-def make_norm(spec: DecoderSpec) -> nn.Module:
-    """The decoder's norm over the hidden size."""
-    if spec.norm == "rms":
-        return nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
-    return nn.LayerNorm(spec.hidden_size, eps=spec.norm_eps)
+class Experts(nn.Module):
+    """`sum_e p_e expert_e(x)` over the experts that a token's router likes best, and what a shared expert adds."""
+
+    def __init__(self, spec: DecoderSpec, experts: ExpertsSpec) -> None:
+        super().__init__()
+        self.spec = experts
+        self.router = nn.Linear(spec.hidden_size, experts.count, bias=False)
+        self.experts = nn.ModuleList(MLP(spec, experts.intermediate_size) for _ in range(experts.count))
+        if experts.shared_size:
+            self.shared = MLP(spec, experts.shared_size)
+            self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`."""
+        rows = x.flatten(0, -2)  # [N, D]
+        weights, chosen = self.router(rows).float().softmax(dim=-1).topk(self.spec.per_token, dim=-1)  # [N, k]
+        if self.spec.normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = torch.zeros_like(rows)
+        for index in chosen.unique().tolist():
+            row, place = (chosen == index).nonzero(as_tuple=True)
+            given = self.experts[index](rows[row]) * weights[row, place, None].to(rows.dtype)
+            out = out.index_add(0, row, given.to(out.dtype))
+        if self.spec.shared_size:
+            out = out + torch.sigmoid(self.shared_gate(rows)) * self.shared(rows)
+        return out.view_as(x)
 
 
 class DecoderLayer(nn.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`y = x + attention(norm(x))`, then `y + mlp(norm(y))`; or both of `x` (parallel). A branch may have norms behind it."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
-        attention = spec.attention[layer]
-        self.input_layernorm = make_norm(spec)
+        attention, width = spec.attention[layer], spec.hidden_size
+        before, after = spec.branch_norm != "after", spec.branch_norm != "before"
+        own = spec.parallel != "one_norm"
+        self.parallel, self.residual_scale = spec.parallel, spec.residual_scale
+        self.after = after
+        self.input_layernorm = make_norm(spec.norm, width, spec.norm_eps) if before else nn.Identity()
         self.self_attn: LatentAttention | StandardAttention
         if isinstance(attention, LatentAttentionSpec):
-            self.self_attn = LatentAttention(attention, spec.hidden_size, layer)
+            self.self_attn = LatentAttention(attention, width, layer)
         else:
-            self.self_attn = StandardAttention(attention, spec.hidden_size, layer)
-        self.post_attention_layernorm = make_norm(spec)
-        self.mlp = MLP(spec)
+            self.self_attn = StandardAttention(attention, width, layer)
+        self.post_attention_layernorm = make_norm(spec.norm, width, spec.norm_eps) if before and own else nn.Identity()
+        if after:
+            self.attention_output_norm = make_norm(spec.norm, width, spec.norm_eps)
+            self.mlp_output_norm = make_norm(spec.norm, width, spec.norm_eps)
+        experts = spec.experts[layer] if spec.experts else None
+        self.mlp: MLP | Experts = MLP(spec) if experts is None else Experts(spec, experts)
 
     def forward(self, x: Tensor, step: Step, record: Record | None = None) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`; `record` receives the attention's inner tensors and `x`, its normed input."""
         normed = self.input_layernorm(x)
         if record is not None:
             record["x"] = normed
-        x = x + self.self_attn(normed, step, record)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return self.complete(x, self.self_attn(normed, step, record), x.dtype)
+
+    def complete(self, x: Tensor, attended: Tensor, dtype: torch.dtype) -> Tensor:
+        """The layer's output, from its input and what its attention gave, `[B, T, D]` each; the MLP computes in `dtype`."""
+        y = x + self._branch("attention_output_norm", attended)
+        if self.parallel == "one_norm":
+            return y + self._branch("mlp_output_norm", self.mlp(self.input_layernorm(x.to(dtype))))
+        read = self.post_attention_layernorm((x if self.parallel else y).to(dtype))
+        return y + self._branch("mlp_output_norm", self.mlp(read))
+
+    def _branch(self, norm: str, given: Tensor) -> Tensor:
+        given = getattr(self, norm)(given) if self.after else given
+        return given if self.residual_scale == 1 else given * self.residual_scale
+
+    def correction(self, behind: Tensor) -> Tensor:
+        """What attention would have to give besides, so that the hidden state moves by `behind`; zeros behind a norm."""
+        return torch.zeros_like(behind) if self.after else behind / self.residual_scale
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the layer's matrices (those that its MLP is made of)."""
+        return next(self.mlp.parameters()).dtype
 
     def with_attention(self, attention: LatentAttention) -> DecoderLayer:
         """A layer that shares everything with this one but its attention."""
@@ -125,9 +176,11 @@ class Decoder(nn.Module):
         if spec.learned_positions:
             self.embed_positions = _table(spec.max_position_embeddings, spec.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
-        self.norm = make_norm(spec)
+        if spec.embedding_norm:
+            self.embed_norm = make_norm(spec.norm, spec.hidden_size, spec.norm_eps)
+        self.norm = make_norm(spec.norm, spec.hidden_size, spec.norm_eps)
         if not spec.tied:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=spec.head_bias)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,18 +228,24 @@ class Decoder(nn.Module):
         """`[B, T]` ids (and positions) to `[B, T, D]`."""
         check_tokens(tokens, self.spec.vocab_size)
         x = self.embed_tokens(tokens).to(self.dtype)
+        if self.spec.embedding_scale != 1:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded, as Gemma was trained
         if self.spec.learned_positions:
             # Padding may stand past the table; its rows are meaningless anyway.
             x = x + self.embed_positions(positions.clamp(max=self.spec.max_position_embeddings - 1)).to(self.dtype)
-        return x  # type: ignore[no-any-return]
+        return self.embed_norm(x) if self.spec.embedding_norm else x  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` hidden states to `[..., V]` scores."""
         if self.fast_step is not None and hidden.dim() == 2 and len(hidden) <= FAST_LOGITS:
             return self.fast_step.logits(hidden)
-        weight = self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
+        s, weight = self.spec, self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
+        bias = self.lm_head.bias.to(hidden.dtype) if s.head_bias else None
         with large_products(hidden):
-            return F.linear(hidden, weight.to(hidden.dtype))
+            scores = F.linear(hidden, weight.to(hidden.dtype), bias)
+        if s.logit_scale != 1:
+            scores = scores * s.logit_scale
+        return scores if s.logit_softcap is None else s.logit_softcap * torch.tanh(scores / s.logit_softcap)
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """A decoder that shares embedding, norm and head with this one, described as its layers are."""

@@ -18,11 +18,13 @@ class LatentWeights:
     """`scores = scale * ((q_nope x) . (up_k c) + rope(q_rope x) . rope(k_rope x))`, `out(up_v c)`, `c = norm(down x)`.
 
     Attributes:
-        q: `[H, nope + rope, D]`; q_bias: `[H, nope + rope]`.
+        q: `[H, nope + rope, D]`, or `[H, nope + rope, d]` where it reads normed queries; q_bias: `[H, nope + rope]`.
         down: `[r + rope, D]`, latent rows first; down_bias: `[r + rope]`.
         up_k: `[H, nope, r]`; up_v: `[H, v, r]`.
         out: `[D, H * v]`; out_bias: `[D]`.
         norm: `[r]` weight of the RMSNorm on the latent, where the spec has one (`norm_eps`).
+        normed: `{q,k}_norm_proj.{weight,bias}`: projections whose rms queries and keys are divided by, where the spec has
+            norms of them.
         gate: tensors of the chunk gate by their names below `latent_gate.`, where the spec has one: then `c` is gated.
     """
 
@@ -37,14 +39,15 @@ class LatentWeights:
     out_bias: Tensor
     norm: Tensor | None = None
     gate: Mapping[str, Tensor] | None = None
+    normed: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        s, hidden = self.spec, self.q.shape[-1]
+        s, hidden = self.spec, self.out.shape[0]
         expected = {
-            "q": (s.num_heads, s.qk_head_dim, hidden),
+            "q": (s.num_heads, s.qk_head_dim, hidden if s.qk_norm is None else s.head_dim),
             "q_bias": (s.num_heads, s.qk_head_dim),
-            "down": (s.cached_per_token, hidden),
-            "down_bias": (s.cached_per_token,),
+            "down": (s.down_width, hidden),
+            "down_bias": (s.down_width,),
             "up_k": (s.num_heads, s.qk_nope_head_dim, s.kv_lora_rank),
             "up_v": (s.num_heads, s.v_head_dim, s.kv_lora_rank),
             "out": (hidden, s.num_heads * s.v_head_dim),
@@ -60,18 +63,21 @@ class LatentWeights:
         gate = {name: tuple(tensor.shape) for name, tensor in (self.gate or {}).items()}
         if gate != ({} if s.gate_chunk is None else gate_shapes(s.kv_lora_rank)):
             raise ValueError(f"latent weights: a gate over chunks of {s.gate_chunk} cannot have tensors {gate}")
+        if (self.normed is None) != (s.qk_norm is None):
+            raise ValueError("latent weights: norms of queries and keys need their projections")
 
     @staticmethod
     def of(attention: LatentAttention) -> LatentWeights:
         """The weights of a module whose queries have no latent (any converted layer in the native form)."""
-        s, hidden = attention.spec, attention.o_proj.out_features
+        s = attention.spec
         if s.q_lora_rank is not None:
             raise ValueError("latent weights: a layer with a latent of the queries is not in the native form")
         up = attention.kv_b_proj.weight.detach().cpu().double().view(s.num_heads, -1, s.kv_lora_rank)
+        reads = attention.q_proj if s.qk_norm is None else attention.q_map
         return LatentWeights(
             s,
-            attention.q_proj.weight.detach().cpu().double().view(s.num_heads, s.qk_head_dim, hidden),
-            bias_or_zeros(attention.q_proj).view(s.num_heads, s.qk_head_dim),
+            reads.weight.detach().cpu().double().view(s.num_heads, s.qk_head_dim, -1),
+            bias_or_zeros(reads).view(s.num_heads, s.qk_head_dim),
             attention.kv_a_proj_with_mqa.weight.detach().cpu().double(),
             bias_or_zeros(attention.kv_a_proj_with_mqa),
             up[:, : s.qk_nope_head_dim],
@@ -80,6 +86,7 @@ class LatentWeights:
             bias_or_zeros(attention.o_proj),
             None if s.norm_eps is None else attention.kv_a_layernorm.weight.detach().cpu().double(),
             None if s.gate_chunk is None else _doubles(attention.latent_gate.state_dict()),
+            None if s.qk_norm is None else _doubles(_norm_projections(attention.state_dict())),
         )
 
     def with_norm(self, eps: float, weight: Tensor) -> LatentWeights:
@@ -105,8 +112,9 @@ class LatentWeights:
     def named_tensors(self) -> dict[str, Tensor]:
         """Tensors under the names of the native form, below `self_attn.`; biases that the spec has none of are left out."""
         s = self.spec
+        reader = "q_proj" if s.qk_norm is None else "q_map"
         named = {
-            "q_proj.weight": self.q.flatten(0, 1),  # [H*(nope+rope), D]
+            f"{reader}.weight": self.q.flatten(0, 1),  # [H*(nope+rope), D]
             "kv_a_proj_with_mqa.weight": self.down,
             "kv_b_proj.weight": torch.cat((self.up_k, self.up_v), dim=1).flatten(0, 1),  # [H*(nope+v), r]
             "o_proj.weight": self.out,
@@ -120,6 +128,7 @@ class LatentWeights:
                 named[name] = tensor
         if self.norm is not None:
             named["kv_a_layernorm.weight"] = self.norm
+        named |= self.normed or {}
         return named | {f"latent_gate.{name}": tensor for name, tensor in (self.gate or {}).items()}
 
     def with_needed_biases(self) -> LatentWeights:
@@ -137,10 +146,16 @@ class LatentWeights:
     ) -> LatentAttention:
         """An attention module with these weights, frozen."""
         with torch.device("meta"):
-            module = LatentAttention(self.spec, self.q.shape[-1], layer)
+            module = LatentAttention(self.spec, self.out.shape[0], layer)
         state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.named_tensors().items()}
         module.load_state_dict(state, strict=True, assign=True)
         return module.requires_grad_(False).eval()  # type: ignore[return-value]
+
+
+def _norm_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in ("q_norm_proj", "k_norm_proj")
+    }
 
 
 def _doubles(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

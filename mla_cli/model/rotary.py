@@ -58,12 +58,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Turn each rotary pair of `x` by its angle.
 
     Args:
-        x: `[B, T, ..., 2n]`; pairs are `(0, 1), (2, 3), ...` if interleaved, else `(j, j + n)`.
+        x: `[B, T, ..., d]`; the first `2n` channels turn: pairs `(0, 1), (2, 3), ...` if interleaved, else `(j, j + n)`.
         cos: `[B, T, n]`, like `sin`.
 
     Returns:
         Same shape and layout as `x`.
     """
+    turning = 2 * cos.shape[-1]
+    if turning < x.shape[-1]:  # partial rotary embedding
+        return torch.cat((rotate(x[..., :turning], cos, sin, interleaved=interleaved), x[..., turning:]), dim=-1)
     while cos.dim() < x.dim():
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if interleaved:

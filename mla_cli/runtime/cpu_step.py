@@ -32,8 +32,8 @@ from mla_cli.kernels.cpu.structures import (
 from mla_cli.model.attention import LatentAttention, StandardAttention, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.cache_store import PlainStore, Store, TokenStore
-from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
-from mla_cli.model.spec import RotarySpec
+from mla_cli.model.decoder import MLP, Decoder, DecoderLayer, begin_step
+from mla_cli.model.spec import AttentionSpec, RotarySpec, StandardAttentionSpec
 from mla_cli.runtime.int8_weights import Int8Linear
 
 _TYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
@@ -48,8 +48,13 @@ def why_not(decoder: Decoder) -> str | None:
         return "it is not on the CPU"
     if decoder.embed_tokens.weight.dtype not in _WEIGHTS:
         return f"weights are {decoder.embed_tokens.weight.dtype}"
+    unusual = decoder.spec.unusual()
+    if unusual is not None:
+        return f"it has {unusual}"
     for layer in _layers(decoder):
         attention = layer.self_attn
+        if _turns_in_part(attention.spec):
+            return "it has a partial rotary embedding"
         shared = attention.spec.num_heads
         if isinstance(attention, LatentAttention):
             if attention.spec.gate_chunk is not None:
@@ -137,6 +142,7 @@ class CpuStep:
 
     def _describe(self, struct: LayerStruct, layer: DecoderLayer) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, MLP)  # why_not has refused mixtures of experts
         s = attention.spec
         struct.before_attention = self._norm(layer.input_layernorm)
         struct.before_mlp = self._norm(layer.post_attention_layernorm)
@@ -207,6 +213,10 @@ class CpuStep:
         held = (c_int32 * len(numbers))(*numbers)
         self._kept.append(held)
         return ctypes.addressof(held)
+
+
+def _turns_in_part(spec: AttentionSpec) -> bool:
+    return isinstance(spec, StandardAttentionSpec) and spec.rotary is not None and spec.rotary.dim != spec.head_dim
 
 
 def _layers(decoder: Decoder) -> list[DecoderLayer]:

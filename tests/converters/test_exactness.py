@@ -13,7 +13,7 @@ from mla_cli.checkpoint.load import load_decoder, open_model
 from mla_cli.converters.convert import convert
 from mla_cli.converters.options import ConvertOptions
 from mla_cli.model.rotary import inverse_frequencies
-from tests.model.test_parity import CASES
+from tests.model.test_parity import ALL_CASES, CASES
 from tests.tiny import random_tokens, save_text, save_tiny, save_tokenizer
 
 
@@ -28,20 +28,22 @@ def run(tmp_path: Path, family: str, changes: dict[str, Any], **options: Any) ->
     return reference, out, report
 
 
-def full_rank(reference: Any) -> dict[str, int]:
-    """Options under which nothing is dropped."""
-    config = reference.config
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rotary = 0 if config.model_type == "gpt2" else groups * head_dim
-    return {"kv_lora_rank": 2 * groups * head_dim, "qk_rope_head_dim": rotary}
+def full_rank(folder: Path) -> dict[str, int]:
+    """Options under which nothing is dropped, of a saved source."""
+    layers = open_model(str(folder)).spec.attention
+    turning = [layer.rotary.dim for layer in layers if layer.rotary is not None]
+    first = layers[0]
+    return {
+        "kv_lora_rank": first.cached_per_token,
+        "qk_rope_head_dim": first.num_kv_heads * turning[0] if turning else 0,  # type: ignore[union-attr]
+    }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_full_rank_native_equals_the_source(tmp_path: Path, case: str) -> None:
-    family, changes = CASES[case]
-    shape = full_rank(save_tiny(tmp_path / "probe", family, **changes))
+    family, changes = ALL_CASES[case]
+    save_tiny(tmp_path / "probe", family, **changes)
+    shape = full_rank(tmp_path / "probe")
     reference, out, report = run(tmp_path, family, changes, format="native", **shape)
     tokens = random_tokens(2, 250)
     source = load_decoder(open_model(str(tmp_path / "source")), dtype=torch.float64)

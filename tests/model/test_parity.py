@@ -37,11 +37,52 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"bias": 0.5}),
     "gpt2-layer-scale": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
 }
+# Structures that the converters were not made for at first; the same tests hold for them.
+FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3-window-bias": (
+        "qwen3",
+        {"attention_bias": True, "bias": 0.5, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "phi3": ("phi3", {}),
+    "phi3-window-partial": (
+        "phi3",
+        {"sliding_window": 8, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "starcoder2": ("starcoder2", {"bias": 0.5}),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 8, "use_bias": False}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "bias": 0.5}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "gpt-neox": ("gpt_neox", {"bias": 0.5}),
+    "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "gptj": ("gptj", {"bias": 0.5}),
+    "phi": ("phi", {"bias": 0.5}),
+    "opt": ("opt", {"bias": 0.5}),
+    "falcon": ("falcon", {}),
+    "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "bloom": ("bloom", {"bias": 0.5}),
+    "bloom-six-heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt": ("mpt", {}),
+    "mpt-six-heads": ("mpt", {"n_heads": 6, "d_model": 48}),
+    "mixtral": ("mixtral", {}),
+    "qwen2-moe": ("qwen2_moe", {"bias": 0.5}),
+    "qwen3-moe": ("qwen3_moe", {}),
+}
+ALL_CASES = {**CASES, **FAMILY_CASES}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_logits_equal_transformers(tmp_path: Path, case: str) -> None:
-    family, changes = CASES[case]
+    family, changes = ALL_CASES[case]
     reference = save_tiny(tmp_path, family, **changes)
     decoder = load_decoder(open_model(str(tmp_path)))
     tokens = random_tokens(3, 100)
@@ -51,10 +92,10 @@ def test_logits_equal_transformers(tmp_path: Path, case: str) -> None:
         torch.testing.assert_close(decoder.logits(decoder(tokens)), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "dynamic"])
+@pytest.mark.parametrize("case", [name for name in ALL_CASES if name != "dynamic"])
 def test_ragged_batches_and_single_steps_equal_one_pass(tmp_path: Path, case: str) -> None:
     # (dynamic scaling turns earlier keys at the angle of their own time, in every engine)
-    family, changes = CASES[case]
+    family, changes = ALL_CASES[case]
     reference = save_tiny(tmp_path, family, **changes)
     decoder = load_decoder(open_model(str(tmp_path)))
     tokens, first, second = random_tokens(3, 100), torch.tensor([50, 37, 50]), torch.tensor([50, 0, 14])

@@ -1,4 +1,4 @@
-"""The families that can be read: one line each."""
+"""The families that can be read: those that are converted, and the latent ones."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import difflib
 from mla_cli.errors import InputError, UnsupportedError
 from mla_cli.model.families.base import Config, Family
 from mla_cli.model.families.deepseek import DEEPSEEK
-from mla_cli.model.families.gpt2 import GPT2
-from mla_cli.model.families.llama import LLAMA, MISTRAL, QWEN2
 from mla_cli.model.families.native import NATIVE
+from mla_cli.model.families.sources import SOURCES
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, GPT2, DEEPSEEK, NATIVE)
+FAMILIES: tuple[Family, ...] = (*SOURCES, DEEPSEEK, NATIVE)
 
 
 def family_of(config: Config) -> Family:

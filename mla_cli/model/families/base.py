@@ -23,13 +23,14 @@ class TensorRule:
     Attributes:
         source: its name there; shape: its shape there.
         transpose: stored as `[in, out]` (GPT-2's Conv1D).
-        rows: which output rows of it are meant (a fused projection); None: all.
+        rows: which output rows of it are meant, in which order (of a fused projection, or of rotary pairs side by side): a
+            range, or their indices; None: all.
     """
 
     source: str
     shape: tuple[int, ...]
     transpose: bool = False
-    rows: tuple[int, int] | None = None
+    rows: range | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,21 @@ def activation(config: Config, key: str, default: str) -> str:
     return name
 
 
+def with_defaults(config: Config, **defaults: Any) -> Config:
+    """The configuration with a family's own values for keys that are absent or null."""
+    return {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
+
+
+def refuse_unless(config: Config, key: str, *allowed: Any) -> None:
+    """Refuse, by name, a key that is understood with these values only; absent and null are among them."""
+    value = config.get(key)
+    if value is not None and value not in allowed:
+        raise UnsupportedError(
+            f"config.json: {key} = {_short(value)} is not supported, only {' or '.join(map(repr, allowed))}",
+            where=f"config.json: {key}",
+        )
+
+
 def head_counts(config: Config) -> tuple[int, int]:
     """Query heads and key/value heads, checked to divide."""
     heads = integer(config, "num_attention_heads")
@@ -224,8 +240,12 @@ def _complete(config: Config, entries: Config) -> Config:
     return {"rope_theta": config.get("rope_theta", 10000.0), **said, "rope_type": kind}
 
 
-def rotary(config: Config, dim: int) -> RotarySpec:
+def rotary(config: Config, dim: int, share: float | None = None) -> RotarySpec:
     """The rotary embedding of a configuration, in the old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`) form.
+
+    Args:
+        dim: width of a head. share: of it that rotates where `partial_rotary_factor` does not say; None: all of it, and another
+            share is refused.
 
     Raises:
         InputError: a key that the type needs is missing. UnsupportedError: an unknown type or key.
@@ -248,18 +268,13 @@ def rotary(config: Config, dim: int) -> RotarySpec:
         if key not in needed | allowed | common and value is not None:
             what = f"config.json: {where} of type '{kind}' has the unknown key '{key}'"
             raise UnsupportedError(what, where=key, fix=_REMOVE)
-    for entries in (config, rope):
-        if entries.get("partial_rotary_factor") not in (None, 1):
-            raise UnsupportedError(
-                "config.json: partial_rotary_factor: partial rotary embeddings are not supported here",
-                where="partial_rotary_factor",
-            )
+    dim = int(dim * _rotary_share(config, rope, share))
     longest = integer(config, "max_position_embeddings", 2048)
     # transformers: dynamic scaling counts from max_position_embeddings, the others from the original context.
     trained = longest if kind == "dynamic" else integer(rope, "original_max_position_embeddings", longest)
     theta = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
-    if dim % 2:
-        raise InputError(f"config.json: rotary dimension {dim} is odd", where="head_dim", fix=RESTORE)
+    if dim % 2 or not dim:
+        raise InputError(f"config.json: rotary dimension {dim} is not even and positive", where="head_dim", fix=RESTORE)
     if kind == "dynamic" and dim == 2:
         raise InputError(
             "config.json: dynamic scaling of a single frequency has no value", where=f"{where}.rope_type", fix=RESTORE
@@ -293,6 +308,25 @@ def rotary(config: Config, dim: int) -> RotarySpec:
         short_factor=_factors(rope, "short_factor", dim, where) if kind == "longrope" else (),
         long_factor=_factors(rope, "long_factor", dim, where) if kind == "longrope" else (),
     )
+
+
+def _rotary_share(config: Config, rope: Config, share: float | None) -> float:
+    said = [
+        number(entries, "partial_rotary_factor") for entries in (rope, config) if entries.get("partial_rotary_factor")
+    ]
+    if share is None and any(factor != 1 for factor in said):
+        raise UnsupportedError(
+            "config.json: partial_rotary_factor: partial rotary embeddings are not supported here",
+            where="partial_rotary_factor",
+        )
+    found = said[0] if said else share or 1.0
+    if found > 1:
+        raise InputError(
+            f"config.json: partial_rotary_factor {found} is more than all of a head",
+            where="partial_rotary_factor",
+            fix=RESTORE,
+        )
+    return found
 
 
 def _factors(rope: Config, key: str, dim: int, where: str) -> tuple[float, ...]:

@@ -6,7 +6,6 @@ from mla_cli.errors import UnsupportedError
 from mla_cli.model.families.base import (
     Config,
     Family,
-    TensorRule,
     activation,
     check_keys,
     flag,
@@ -17,7 +16,7 @@ from mla_cli.model.families.base import (
     rotary,
     yarn_mscale,
 )
-from mla_cli.model.latent_gate import gate_shapes
+from mla_cli.model.families.layout import llama_names
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
 LATENT_NORM_EPS = 1e-6  # transformers and vLLM use this for the latent norms, whatever rms_norm_eps says
@@ -82,61 +81,6 @@ def _spec(config: Config) -> DecoderSpec:
     )
 
 
-def latent_attention_shapes(attention: LatentAttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Tensor names below `self_attn.` and their shapes."""
-    a = attention
-    query = a.num_heads * a.qk_head_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    if a.q_lora_rank is None:
-        shapes["q_proj.weight"] = (query, hidden)
-        if a.q_bias:
-            shapes["q_proj.bias"] = (query,)
-    else:
-        shapes["q_a_proj.weight"] = (a.q_lora_rank, hidden)
-        if a.kv_a_bias:
-            shapes["q_a_proj.bias"] = (a.q_lora_rank,)
-        shapes["q_a_layernorm.weight"] = (a.q_lora_rank,)
-        shapes["q_b_proj.weight"] = (query, a.q_lora_rank)
-    shapes["kv_a_proj_with_mqa.weight"] = (a.cached_per_token, hidden)
-    if a.kv_a_bias:
-        shapes["kv_a_proj_with_mqa.bias"] = (a.cached_per_token,)
-    if a.norm_eps is not None:
-        shapes["kv_a_layernorm.weight"] = (a.kv_lora_rank,)
-    shapes["kv_b_proj.weight"] = (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
-    shapes["o_proj.weight"] = (hidden, a.num_heads * a.v_head_dim)
-    if a.o_bias:
-        shapes["o_proj.bias"] = (hidden,)
-    if a.gate_chunk is not None:
-        shapes |= {f"latent_gate.{name}": shape for name, shape in gate_shapes(a.kv_lora_rank).items()}
-    return shapes
-
-
-def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not spec.tied:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    for i, attention in enumerate(spec.attention):
-        assert isinstance(attention, LatentAttentionSpec)
-        layer = f"model.layers.{i}"
-        for name, shape in latent_attention_shapes(attention, hidden).items():
-            shapes[f"{layer}.self_attn.{name}"] = shape
-        for name, shape in (
-            ("gate_proj", (inner, hidden)),
-            ("up_proj", (inner, hidden)),
-            ("down_proj", (hidden, inner)),
-        ):
-            shapes[f"{layer}.mlp.{name}.weight"] = shape
-            if spec.mlp_bias:
-                shapes[f"{layer}.mlp.{name}.bias"] = shape[:1]
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-    return {name: TensorRule(name, shape) for name, shape in shapes.items()}
-
-
 _SKIPPED = (r".*rotary_emb\.inv_freq", r"model\.layers\.\d+\.self_attn\.[kv]_scale")
 
-DEEPSEEK = Family(("deepseek_v3", "deepseek_v2"), _spec, _tensors, _SKIPPED)
+DEEPSEEK = Family(("deepseek_v3", "deepseek_v2"), _spec, llama_names, _SKIPPED)

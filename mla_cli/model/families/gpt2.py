@@ -15,6 +15,7 @@ from mla_cli.model.families.base import (
     layer_count,
     number,
 )
+from mla_cli.model.families.layout import Names, Part, stacked_qkv, tensor_rules
 from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
 
 _KEYS = frozenset(
@@ -66,37 +67,23 @@ def _spec(config: Config) -> DecoderSpec:
     )
 
 
+_PARTS = {
+    "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
+}  # fmt: skip
+
+
+def _fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
+    attention = spec.attention[layer]
+    assert isinstance(attention, StandardAttentionSpec)
+    return stacked_qkv("attn.c_attn", attention)
+
+
 def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
     root = "" if "wte.weight" in names else "transformer."
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    rules = {
-        "model.embed_tokens.weight": TensorRule(f"{root}wte.weight", (spec.vocab_size, hidden)),
-        "model.embed_positions.weight": TensorRule(f"{root}wpe.weight", (spec.max_position_embeddings, hidden)),
-        "model.norm.weight": TensorRule(f"{root}ln_f.weight", (hidden,)),
-        "model.norm.bias": TensorRule(f"{root}ln_f.bias", (hidden,)),
-    }
-    if not spec.tied:
-        rules["lm_head.weight"] = TensorRule("lm_head.weight", (spec.vocab_size, hidden))
-    for i in range(spec.num_layers):
-        ours, theirs = f"model.layers.{i}", f"{root}h.{i}"
-        for part in ("weight", "bias"):
-            rules[f"{ours}.input_layernorm.{part}"] = TensorRule(f"{theirs}.ln_1.{part}", (hidden,))
-            rules[f"{ours}.post_attention_layernorm.{part}"] = TensorRule(f"{theirs}.ln_2.{part}", (hidden,))
-        for name, source, rows, columns in (
-            ("self_attn.o_proj", "attn.c_proj", hidden, hidden),
-            ("mlp.up_proj", "mlp.c_fc", inner, hidden),
-            ("mlp.down_proj", "mlp.c_proj", hidden, inner),
-        ):
-            rules[f"{ours}.{name}.weight"] = TensorRule(f"{theirs}.{source}.weight", (columns, rows), transpose=True)
-            rules[f"{ours}.{name}.bias"] = TensorRule(f"{theirs}.{source}.bias", (rows,))
-        for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
-            rows_of = (index * hidden, (index + 1) * hidden)
-            fused = f"{theirs}.attn.c_attn"
-            rules[f"{ours}.self_attn.{name}.weight"] = TensorRule(
-                f"{fused}.weight", (hidden, 3 * hidden), transpose=True, rows=rows_of
-            )
-            rules[f"{ours}.self_attn.{name}.bias"] = TensorRule(f"{fused}.bias", (3 * hidden,), rows=rows_of)
-    return rules
+    top = {"model.embed_tokens": f"{root}wte", "model.embed_positions": f"{root}wpe", "model.norm": f"{root}ln_f"}
+    transposed = frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
+    return tensor_rules(spec, Names(top, root + "h.{}", _PARTS, _fused, transposed))
 
 
 # The causal mask was once stored as a buffer.

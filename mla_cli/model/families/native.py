@@ -14,14 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cli.errors import InputError, UnsupportedError
-from mla_cli.model.families.base import RESTORE, Config, Family, TensorRule, check_keys, flag, integer, number
-from mla_cli.model.families.deepseek import latent_attention_shapes
-from mla_cli.model.families.gpt2 import GPT2
-from mla_cli.model.families.llama import LLAMA, MISTRAL, QWEN2
+from mla_cli.model.families.base import RESTORE, Config, Family, check_keys, flag, integer, number
+from mla_cli.model.families.layout import llama_names
+from mla_cli.model.families.sources import SOURCES
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, StandardAttentionSpec
 
 VERSION = 1
-_SOURCES = (LLAMA, MISTRAL, QWEN2, GPT2)
 _LAYER_KEYS = {
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "frequencies", "q_bias", "kv_a_bias", "o_bias",
 }  # fmt: skip
@@ -57,7 +55,7 @@ def _source(config: Config) -> tuple[Family, DecoderSpec]:
         raise InputError(
             "a native config.json needs the object 'source_config'", where="config.json: source_config", fix=RESTORE
         )
-    for family in _SOURCES:
+    for family in SOURCES:
         if source.get("model_type") in family.model_types:
             return family, family.spec({**source, "tie_word_embeddings": flag(config, "tie_word_embeddings")})
     raise UnsupportedError(
@@ -132,37 +130,12 @@ def _layer(index: int, entry: Any, source: StandardAttentionSpec) -> LatentAtten
         o_bias=flag(entry, "o_bias"),
         window=source.window,
         softcap=source.softcap,
+        qk_norm=source.qk_norm,
+        num_kv_heads=source.num_kv_heads,
+        head_dim=source.head_dim,
+        alibi=source.alibi,
         gate_chunk=None if entry.get("gate_chunk") is None else integer(entry, "gate_chunk"),
     )
 
 
-def canonical_tensors(spec: DecoderSpec) -> dict[str, TensorRule]:
-    """Rules for a native file: every tensor under the decoder's own name."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    if spec.learned_positions:
-        shapes["model.embed_positions.weight"] = (spec.max_position_embeddings, hidden)
-    if not spec.tied:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    norms = ["model.norm"]
-    for i, attention in enumerate(spec.attention):
-        assert isinstance(attention, LatentAttentionSpec)
-        layer = f"model.layers.{i}"
-        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
-        for name, shape in latent_attention_shapes(attention, hidden).items():
-            shapes[f"{layer}.self_attn.{name}"] = shape
-        mlp = {"up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        if spec.gated_mlp:
-            mlp["gate_proj"] = (inner, hidden)
-        for name, shape in mlp.items():
-            shapes[f"{layer}.mlp.{name}.weight"] = shape
-            if spec.mlp_bias:
-                shapes[f"{layer}.mlp.{name}.bias"] = shape[:1]
-    for norm in norms:
-        shapes[f"{norm}.weight"] = (hidden,)
-        if spec.norm == "layer":
-            shapes[f"{norm}.bias"] = (hidden,)
-    return {name: TensorRule(name, shape) for name, shape in shapes.items()}
-
-
-NATIVE = Family(("mla_native",), _spec, lambda spec, names: canonical_tensors(spec))
+NATIVE = Family(("mla_native",), _spec, llama_names)
