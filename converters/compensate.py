@@ -24,7 +24,7 @@ from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.converters.refit_queries import Looked, refit_queries
 from mla_cli.converters.statistics import with_constant
 from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step
-from mla_cli.model.decoder import DecoderLayer, begin_step
+from mla_cli.model.decoder import DecoderLayer
 from mla_cli.model.latent_weights import LatentWeights
 
 # What outputs are fitted to: the source's hidden state after the layer's attention, or the source's attention output alone.
@@ -90,7 +90,7 @@ class _States:
 
     def __init__(self, bank: LayerBank, texts: CalibrationTexts, batches: Batches) -> None:
         count = max(1, int((texts.lengths.cumsum(0) <= TOKENS).sum()))
-        self.spec, self.device, self.lengths = bank.frame.spec, bank.device, texts.lengths[:count]
+        self.frame, self.device, self.lengths = bank.frame, bank.device, texts.lengths[:count]
         tokens = texts.sequences[:count, : int(self.lengths.max())].to(bank.device)
         size = batches.sequences_per_micro
         self.micros = [slice(i, i + size) for i in range(0, count, size)]
@@ -154,7 +154,7 @@ class _States:
     def _step(self, rows: slice, tokens: int | None = None) -> Step:
         lengths = self.lengths[rows]
         shape = torch.Size((len(lengths), tokens or int(self.lengths.max())))
-        return begin_step(self.spec, shape, self.device, lengths=lengths)
+        return self.frame.begin_step(shape, lengths=lengths)
 
 
 def ridge_shift(moment: Tensor, cross: Tensor, ridge: float) -> Tensor:

@@ -23,7 +23,6 @@ from mla_cli.converters.nested import strength_at
 from mla_cli.converters.student import Student, layer_output
 from mla_cli.errors import MlaError
 from mla_cli.model.attention import Step
-from mla_cli.model.decoder import begin_step
 from mla_cli.model.latent_weights import LatentWeights
 
 # Adam's rate as a share of a matrix's own output (see `heal_full.step_scales`): a layer's target is less noisy than a word.
@@ -169,9 +168,7 @@ class States:
 
     def _step(self, rows: Tensor) -> Step:
         shape = torch.Size((len(rows), self.tokens.shape[1]))
-        return begin_step(
-            self.student.decoder.spec, shape, self.tokens.device, lengths=self.lengths[rows], backend="training"
-        )
+        return self.student.decoder.begin_step(shape, lengths=self.lengths[rows], backend="training")
 
     def attention(self, index: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Step]:
         """Normed input of the layer `[B, T, D]`, the source's attention output, what attention would have to give besides to

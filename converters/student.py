@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mla_cli.checkpoint.latent_strength import kept_channels
 from mla_cli.model.attention import Step
-from mla_cli.model.decoder import Decoder, DecoderLayer, begin_step
+from mla_cli.model.decoder import Decoder, DecoderLayer
 from mla_cli.model.latent_weights import LatentWeights
 
 Working = dict[str, Tensor]
@@ -98,7 +98,7 @@ class Student(nn.Module):
 
     def source(self, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
         """Hidden states of the source after the embedding and each layer, `[B, T, D]` float32 each."""
-        step = begin_step(self.decoder.spec, tokens.shape, self.decoder.device, lengths=lengths, backend="training")
+        step = self.decoder.begin_step(tokens.shape, lengths=lengths, backend="training")
         with torch.no_grad():
             states = [self.decoder.embed(tokens, step.positions).float()]
             for index in range(len(self.learning)):
@@ -114,7 +114,7 @@ class Student(nn.Module):
         Args:
             recompute: keep only what is between layers for the backward pass, and run each layer a second time there.
         """
-        step = begin_step(self.decoder.spec, tokens.shape, self.decoder.device, lengths=lengths, backend="training")
+        step = self.decoder.begin_step(tokens.shape, lengths=lengths, backend="training")
         states = [self.decoder.embed(tokens, step.positions).float()]
         for index, matrices in enumerate(working):
             layer, learning = self.layer(index)

@@ -112,7 +112,7 @@ def _explicit(
     if spec.alibi:
         return torch_ops.biased_attention(q, k, v, step.biases(spec.alibi, spec.window), spec.scale)
     fast = step.attend
-    if fast is not None and step.backend == "torch" and q.shape[1] > 1 and fast.takes(q, k, v, *(rope or ())):
+    if fast is not None and step.backend != "reference" and q.shape[1] > 1 and fast.takes(q, k, v, *(rope or ())):
         first = step.positions[:, 0]
         return fast(q, k, v, first, spec.scale, rope=rope, window=spec.window, softcap=spec.softcap)
     if rope is not None:

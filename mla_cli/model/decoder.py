@@ -218,9 +218,15 @@ class Decoder(nn.Module):
             cache.advance(step.ends)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def begin_step(self, shape: torch.Size, cache: Cache | None = None, lengths: Tensor | None = None) -> Step:
+    def begin_step(
+        self,
+        shape: torch.Size,
+        cache: Cache | None = None,
+        lengths: Tensor | None = None,
+        backend: str | None = None,
+    ) -> Step:
         """As the function of that name, for this decoder and with its kernels."""
-        step = begin_step(self.spec, shape, self.device, cache, lengths, self.backend)
+        step = begin_step(self.spec, shape, self.device, cache, lengths, backend or self.backend)
         step.attend = self.fast_attention
         return step
 

@@ -48,13 +48,13 @@ def unseen() -> tuple[torch.Tensor, torch.Tensor]:
     return random_tokens(3, 24, seed=9), torch.tensor([24, 17, 9])
 
 
-def reader(seed: int = 0) -> Reader:
-    return Reader(random_tokens(32, 24, seed=5), torch.full((32,), 24), None, seed)
+def reader(seed: int = 0, sequences: int = 32) -> Reader:
+    return Reader(random_tokens(sequences, 24, seed=5), torch.full((sequences,), 24), None, seed)
 
 
-def healing(student: Student, steps: int = 30, rate: float = 2e-3) -> FullHealing:
+def healing(student: Student, steps: int = 30, rate: float = 2e-3, sequences: int = 32) -> FullHealing:
     options = HealOptions(mode="full", steps=steps, batch_tokens=96, learning_rate=rate)
-    return FullHealing(student, reader(), unseen(), options)
+    return FullHealing(student, reader(sequences=sequences), unseen(), options)
 
 
 def keep_nothing(_: Any) -> None:
@@ -65,10 +65,10 @@ def keep_nothing(_: Any) -> None:
 def test_end_to_end_healing_lowers_the_divergence_on_text_it_never_saw(tmp_path: Path, family: str) -> None:
     student = a_student(tmp_path, family, rope=0 if family == "gpt2" else 8)
     before = heldout_divergence(student, *unseen())
-    run = healing(student, steps=150, rate=1e-2)
+    run = healing(student, steps=150, rate=1e-2, sequences=256)  # enough to learn more than the text by heart
     run.run(keep_nothing)
     after = heldout_divergence(student, *unseen())
-    assert after < 0.9 * before
+    assert after < 0.8 * before
     assert after == pytest.approx(run.progress.best, rel=1e-5)
     assert run.progress.curve[0]["heldout_kl"] == pytest.approx(before)
 

@@ -88,10 +88,9 @@ def test_a_nested_step_computes_what_generation_at_that_strength_does(
     tokens, lengths = random_tokens(3, 24, seed=9), torch.tensor([24, 24, 24])
     run = with_latent_strength(load_decoder(open_model(str(tmp_path / "out")), dtype=torch.float64), strength)
     with torch.no_grad():
-        last = student(tokens, lengths, student.working(strength))[-1]
+        last, whole = (student(tokens, lengths, student.working(s))[-1] for s in (strength, 1.0))
         found, expected = student.decoder.logits(student.decoder.norm(last)), run.logits(run(tokens))
     torch.testing.assert_close(found.double(), expected, atol=5e-3, rtol=0)
-    whole = student(tokens, lengths, student.working())[-1]
     assert (strength == 1) == torch.equal(whole, last)
 
 
