@@ -119,6 +119,23 @@ class Batch:
         """Tokens of a sequence's prompt that it reads next; 0: it has read all."""
         return min(read_length(self._decoder, len(sequence.prompt)), max(0, len(sequence.prompt) - sequence.cached))
 
+    def adopt(self, sequence: ActiveSequence) -> int:
+        """Take what others have read of a prompt since its sequence came in; tokens that it reads next (see `next_chunk`)."""
+        chunk = read_length(self._decoder, len(sequence.prompt))
+        before = sequence.cached
+        for name in sequence.names[before // chunk :]:
+            found = self._pool.share(name)
+            if not found:
+                break
+            own = slice(sequence.cached // PAGE_TOKENS, sequence.cached // PAGE_TOKENS + len(found))
+            self._pool.release(sequence.pages[own])
+            sequence.pages[own] = found
+            sequence.cached += chunk
+        if sequence.cached > before:
+            self.shared_tokens += sequence.cached - before
+            sequence.cache = self._pool.view([sequence.pages], [sequence.cached], [self._view(sequence)])
+        return self.next_chunk(sequence)
+
     @torch.inference_mode()
     def read(self, sequence: ActiveSequence) -> Sampled | None:
         """Read a chunk of a prompt; after the last one, the first token, unless the sequence has it already."""

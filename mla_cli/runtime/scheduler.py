@@ -82,7 +82,8 @@ class Scheduler:
         budget = self._budget or chunk_length(max((len(s.prompt) for s in reading), default=0))
         spent = 0
         for sequence in reading:
-            while count := self._batch.next_chunk(sequence):
+            while self._batch.next_chunk(sequence):
+                count = self._batch.adopt(sequence)
                 if spent and spent + count > budget:
                     return
                 spent += count
