@@ -66,9 +66,11 @@ class Generator:
         positions = decoder.spec.max_position_embeddings
         self.context = positions if max_context is None else min(max_context, positions)
         limit = max_batch * pages_for(self.context)
+        self._limited_by = "--max-context"
         if pool_tokens is not None:
             limit = pages_for(pool_tokens)
-            self.context = min(self.context, limit * PAGE_TOKENS)
+            if limit * PAGE_TOKENS < self.context:
+                self.context, self._limited_by = limit * PAGE_TOKENS, "--pool-size"
         make_cache = partial(decoder.make_cache, quantizers=quantizers, dtype=cache_dtype or decoder.dtype)
         self._pool = PagePool(make_cache, limit)
         self._max_batch, self._logprobs = max_batch, logprobs
@@ -148,5 +150,5 @@ class Generator:
             own = self.decoder.spec.max_position_embeddings
             raise InputError(
                 f"the prompt has {len(prompt)} tokens, the context is limited to {self.context} with the answer",
-                fix=f"shorten the prompt{f', or raise --max-context (at most {own})' if self.context < own else ''}",
+                fix=f"shorten the prompt{f', or raise {self._limited_by} (at most {own})' if self.context < own else ''}",
             )

@@ -227,6 +227,7 @@ def test_the_pool_limits_the_context(tokenizer: Tokenizer) -> None:
     long = SamplingParams(max_new_tokens=500, ignore_eos=True)
     first, second = generator.generate([Request(tuple([5] * 130)), Request((5, 6), long)])
     assert isinstance(first, Failure)
+    assert "raise --pool-size" in str(first.error.fix)
     assert isinstance(second, Completion)
     assert len(second.token_ids) == 126
 
