@@ -394,7 +394,10 @@ def test_termination_cleans_up_and_exits_by_its_number(number: signal.Signals, t
     sys.exit(main(["wait"], commands=[Command("wait", wait)]))
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM + textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", PROGRAM + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests run by nohup ignore SIGHUP
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"

@@ -313,8 +313,8 @@ def test_refuses_an_existing_output(source: Path, capsys: pytest.CaptureFixture[
     out.mkdir()
     (out / "mine.txt").write_text("precious")
     assert convert(source) == 1
-    check_one_line(capsys, "--force")
-    assert convert(source, "--force") == 1  # not a checkpoint: force does not delete it
+    check_one_line(capsys, "choose another folder")  # not a checkpoint: force does not delete it, so it is not advised
+    assert convert(source, "--force") == 1
     assert (out / "mine.txt").read_text() == "precious"
 
 
