@@ -88,12 +88,7 @@ class Batch:
         """Take in a sequence, with what others have left of its prompt; False, and nothing done, if pages are wanting."""
         chunk = read_length(self._decoder, len(sequence.prompt))
         names = _names(sequence.prompt, chunk) if self._share and chunk % PAGE_TOKENS == 0 else []
-        pages: list[int] = []
-        for name in names:
-            found = self._pool.share(name)
-            if not found:
-                break
-            pages += found
+        pages = self._shared(names)
         more = self._pool.take(pages_for(len(sequence.prompt) + 1) - len(pages))
         if more is None:
             self._pool.release(pages)
@@ -122,17 +117,14 @@ class Batch:
     def adopt(self, sequence: ActiveSequence) -> int:
         """Take what others have read of a prompt since its sequence came in; tokens that it reads next (see `next_chunk`)."""
         chunk = read_length(self._decoder, len(sequence.prompt))
-        before = sequence.cached
-        for name in sequence.names[before // chunk :]:
-            found = self._pool.share(name)
-            if not found:
-                break
-            own = slice(sequence.cached // PAGE_TOKENS, sequence.cached // PAGE_TOKENS + len(found))
+        found = self._shared(sequence.names[sequence.cached // chunk :])
+        if found:
+            first = sequence.cached // PAGE_TOKENS
+            own = slice(first, first + len(found))
             self._pool.release(sequence.pages[own])
             sequence.pages[own] = found
-            sequence.cached += chunk
-        if sequence.cached > before:
-            self.shared_tokens += sequence.cached - before
+            sequence.cached += len(found) * PAGE_TOKENS
+            self.shared_tokens += len(found) * PAGE_TOKENS
             sequence.cache = self._pool.view([sequence.pages], [sequence.cached], [self._view(sequence)])
         return self.next_chunk(sequence)
 
@@ -196,6 +188,16 @@ class Batch:
         # A few rows at a time: so many that a row's scores do not depend on the others.
         logits = torch.cat([decoder.logits(part) for part in hidden.split(FAST_LOGITS)])
         return given, self._sampler[1](logits)
+
+    def _shared(self, names: Sequence[bytes]) -> list[int]:
+        """Pages that others have left of these chunks, for one more user, up to the first chunk that nobody has left."""
+        pages: list[int] = []
+        for name in names:
+            found = self._pool.share(name)
+            if not found:
+                break
+            pages += found
+        return pages
 
     def _view(self, sequence: ActiveSequence) -> Cache:
         assert sequence.cache is not None, "the sequence has no pages"

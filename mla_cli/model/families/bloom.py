@@ -16,7 +16,7 @@ from mla_cli.model.families.base import (
     refuse_unless,
     with_defaults,
 )
-from mla_cli.model.families.layout import Names, Part, grouped_qkv, tensor_rules
+from mla_cli.model.families.layout import Names, grouped_qkv, tensor_rules
 from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
 
 _KEYS = frozenset(
@@ -73,19 +73,13 @@ _PARTS = {
 }
 
 
-def _fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
-    attention = spec.attention[layer]
-    assert isinstance(attention, StandardAttentionSpec)
-    return grouped_qkv("self_attention.query_key_value", attention)
-
-
 def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
     root = "" if "word_embeddings.weight" in names else "transformer."
     top = {
         "model.embed_tokens": f"{root}word_embeddings", "model.embed_norm": f"{root}word_embeddings_layernorm",
         "model.norm": f"{root}ln_f",
     }  # fmt: skip
-    return tensor_rules(spec, Names(top, root + "h.{}", _PARTS, _fused))
+    return tensor_rules(spec, Names(top, root + "h.{}", _PARTS, grouped_qkv("self_attention.query_key_value")))
 
 
 BLOOM = Family(("bloom",), _spec, _tensors)

@@ -15,9 +15,9 @@ from mla_cli.model.families.base import (
     with_defaults,
 )
 from mla_cli.model.families.bloom import alibi_slopes
-from mla_cli.model.families.layout import Names, Part, grouped_qkv, tensor_rules
+from mla_cli.model.families.layout import Names, grouped_qkv, tensor_rules
 from mla_cli.model.families.llama import BLOCK_KEYS, llama_block
-from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
+from mla_cli.model.spec import DecoderSpec
 
 _KEYS = (BLOCK_KEYS - {"rms_norm_eps", "head_dim", "hidden_act", "intermediate_size", "num_key_value_heads"}) | set(
     """num_ln_in_parallel_attn layer_norm_epsilon num_kv_heads alibi new_decoder_architecture multi_query parallel_attn bias
@@ -60,15 +60,9 @@ _PARTS = {
 _OWN_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 
 
-def _fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
-    attention = spec.attention[layer]
-    assert isinstance(attention, StandardAttentionSpec)
-    return grouped_qkv("self_attention.query_key_value", attention)
-
-
 def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
     parts = _PARTS | (_OWN_NORMS if spec.parallel == "own_norms" else {})
-    return tensor_rules(spec, Names(_TOP, "transformer.h.{}", parts, _fused))
+    return tensor_rules(spec, Names(_TOP, "transformer.h.{}", parts, grouped_qkv("self_attention.query_key_value")))
 
 
 FALCON = Family(("falcon",), _spec, _tensors, (r".*rotary_emb\.inv_freq",))

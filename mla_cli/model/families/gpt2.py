@@ -15,7 +15,7 @@ from mla_cli.model.families.base import (
     layer_count,
     number,
 )
-from mla_cli.model.families.layout import Names, Part, stacked_qkv, tensor_rules
+from mla_cli.model.families.layout import Names, stacked_qkv, tensor_rules
 from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
 
 _KEYS = frozenset(
@@ -73,17 +73,11 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
-    attention = spec.attention[layer]
-    assert isinstance(attention, StandardAttentionSpec)
-    return stacked_qkv("attn.c_attn", attention)
-
-
 def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
     root = "" if "wte.weight" in names else "transformer."
     top = {"model.embed_tokens": f"{root}wte", "model.embed_positions": f"{root}wpe", "model.norm": f"{root}ln_f"}
     transposed = frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
-    return tensor_rules(spec, Names(top, root + "h.{}", _PARTS, _fused, transposed))
+    return tensor_rules(spec, Names(top, root + "h.{}", _PARTS, stacked_qkv("attn.c_attn"), transposed))
 
 
 # The causal mask was once stored as a buffer.

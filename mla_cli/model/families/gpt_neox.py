@@ -14,9 +14,9 @@ from mla_cli.model.families.base import (
     refuse_unless,
     with_defaults,
 )
-from mla_cli.model.families.layout import Names, Part, grouped_qkv, tensor_rules
+from mla_cli.model.families.layout import Names, grouped_qkv, tensor_rules
 from mla_cli.model.families.llama import BLOCK_KEYS, llama_block
-from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
+from mla_cli.model.spec import DecoderSpec
 
 _KEYS = (BLOCK_KEYS - {"rms_norm_eps", "head_dim", "num_key_value_heads"}) | set(
     "layer_norm_eps use_parallel_residual attention_bias rotary_pct rotary_emb_base classifier_dropout hidden_dropout".split()
@@ -46,14 +46,8 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
-    attention = spec.attention[layer]
-    assert isinstance(attention, StandardAttentionSpec)
-    return grouped_qkv("attention.query_key_value", attention)
-
-
 def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
-    return tensor_rules(spec, Names(_TOP, "gpt_neox.layers.{}", _PARTS, _fused))
+    return tensor_rules(spec, Names(_TOP, "gpt_neox.layers.{}", _PARTS, grouped_qkv("attention.query_key_value")))
 
 
 _BUFFERS = (r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)",)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mla_cli.model.families.base import Config, Family, TensorRule, check_keys, flag, refuse_unless
-from mla_cli.model.families.layout import Names, Part, grouped_qkv, tensor_rules
+from mla_cli.model.families.layout import Names, grouped_qkv, tensor_rules
 from mla_cli.model.families.llama import BLOCK_KEYS, SKIPPED, llama_block
-from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
+from mla_cli.model.spec import DecoderSpec
 
 
 def _spec(config: Config) -> DecoderSpec:
@@ -22,14 +22,8 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
-    attention = spec.attention[layer]
-    assert isinstance(attention, StandardAttentionSpec)
-    return grouped_qkv("attention.wqkv", attention)
-
-
 def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
-    return tensor_rules(spec, Names(_TOP, parts=_PARTS, fused=_fused))
+    return tensor_rules(spec, Names(_TOP, parts=_PARTS, fused=grouped_qkv("attention.wqkv")))
 
 
 INTERNLM2 = Family(("internlm2",), _spec, _tensors, SKIPPED)

@@ -22,6 +22,10 @@ class Part:
     total: int
 
 
+# Of a decoder's layer: its modules that are rows of others.
+Fused = Callable[[DecoderSpec, int], Mapping[str, Part]]
+
+
 @dataclass(frozen=True)
 class Names:
     """A family's names, where they differ from Llama's.
@@ -37,7 +41,7 @@ class Names:
     top: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{}"
     parts: Mapping[str, str] = field(default_factory=dict)
-    fused: Callable[[DecoderSpec, int], Mapping[str, Part]] = lambda spec, layer: {}
+    fused: Fused = lambda spec, layer: {}
     transposed: frozenset[str] = frozenset()
 
 
@@ -192,22 +196,38 @@ def stacked(source: str, **widths: int) -> dict[str, Part]:
     return parts
 
 
-def stacked_qkv(source: str, a: StandardAttentionSpec) -> dict[str, Part]:
+def stacked_qkv(source: str) -> Fused:
     """Queries, keys and values that lie one below the other."""
-    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    return stacked(source, self_attn__q_proj=q, self_attn__k_proj=kv, self_attn__v_proj=kv)
+
+    def parts(spec: DecoderSpec, layer: int) -> dict[str, Part]:
+        a = _standard(spec, layer)
+        q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        return stacked(source, self_attn__q_proj=q, self_attn__k_proj=kv, self_attn__v_proj=kv)
+
+    return parts
 
 
-def grouped_qkv(source: str, a: StandardAttentionSpec) -> dict[str, Part]:
+def grouped_qkv(source: str) -> Fused:
     """Group by group its queries, its key and its value: `[G, H/G + 2, d]`. With as many groups as heads: head by head."""
-    each, d = a.num_heads // a.num_kv_heads, a.head_dim
-    width = (each + 2) * d
-    spans = {"q": (0, each * d), "k": (each * d, (each + 1) * d), "v": ((each + 1) * d, width)}
-    return {
-        f"self_attn.{name}_proj": Part(
-            source,
-            tuple(g * width + row for g in range(a.num_kv_heads) for row in range(*span)),
-            a.num_kv_heads * width,
-        )
-        for name, span in spans.items()
-    }
+
+    def parts(spec: DecoderSpec, layer: int) -> dict[str, Part]:
+        a = _standard(spec, layer)
+        each, d = a.num_heads // a.num_kv_heads, a.head_dim
+        width = (each + 2) * d
+        spans = {"q": (0, each * d), "k": (each * d, (each + 1) * d), "v": ((each + 1) * d, width)}
+        return {
+            f"self_attn.{name}_proj": Part(
+                source,
+                tuple(g * width + row for g in range(a.num_kv_heads) for row in range(*span)),
+                a.num_kv_heads * width,
+            )
+            for name, span in spans.items()
+        }
+
+    return parts
+
+
+def _standard(spec: DecoderSpec, layer: int) -> StandardAttentionSpec:
+    attention = spec.attention[layer]
+    assert isinstance(attention, StandardAttentionSpec)
+    return attention

@@ -17,7 +17,7 @@ from mla_cli.model.families.base import (
     number,
     refuse_unless,
 )
-from mla_cli.model.families.layout import Names, Part, stacked_qkv, tensor_rules
+from mla_cli.model.families.layout import Names, stacked_qkv, tensor_rules
 from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
 
 _KEYS = frozenset(
@@ -81,14 +81,8 @@ _PARTS = {"input_layernorm": "norm_1", "post_attention_layernorm": "norm_2", "se
           "mlp": "ffn"}  # fmt: skip
 
 
-def _fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
-    attention = spec.attention[layer]
-    assert isinstance(attention, StandardAttentionSpec)
-    return stacked_qkv("attn.Wqkv", attention)
-
-
 def _tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
-    return tensor_rules(spec, Names(_TOP, "transformer.blocks.{}", _PARTS, _fused))
+    return tensor_rules(spec, Names(_TOP, "transformer.blocks.{}", _PARTS, stacked_qkv("attn.Wqkv")))
 
 
 MPT = Family(("mpt",), _spec, _tensors)

@@ -18,7 +18,7 @@ from mla_cli.model.families.base import (
 )
 from mla_cli.model.families.layout import Names, Part, stacked, stacked_qkv, tensor_rules
 from mla_cli.model.families.llama import BLOCK_KEYS, SKIPPED, llama_block
-from mla_cli.model.spec import DecoderSpec, StandardAttentionSpec
+from mla_cli.model.spec import DecoderSpec
 
 
 def _phi3(config: Config) -> DecoderSpec:
@@ -42,10 +42,9 @@ def _phi3(config: Config) -> DecoderSpec:
 
 
 def _phi3_fused(spec: DecoderSpec, layer: int) -> dict[str, Part]:
-    attention, inner = spec.attention[layer], spec.intermediate_size
-    assert isinstance(attention, StandardAttentionSpec)
+    inner = spec.intermediate_size
     gate_up = stacked("mlp.gate_up_proj", mlp__gate_proj=inner, mlp__up_proj=inner)
-    return stacked_qkv("self_attn.qkv_proj", attention) | gate_up
+    return {**stacked_qkv("self_attn.qkv_proj")(spec, layer), **gate_up}
 
 
 def _phi3_tensors(spec: DecoderSpec, names: frozenset[str]) -> dict[str, TensorRule]:
