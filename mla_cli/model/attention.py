@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mla_cli.kernels import reference, torch_ops
+from mla_cli.kernels.cpu.prompt import PromptAttention
 from mla_cli.model.cache import Cache
 from mla_cli.model.latent_gate import Chunks, LatentGate, gate_latents
 from mla_cli.model.norms import inverse_rms, make_head_norm, norm_heads
@@ -40,7 +40,7 @@ class Step:
     cache: Cache | None = None
     fresh: bool = True
     backend: str = "torch"
-    attend: FastAttention | None = None
+    attend: PromptAttention | None = None
     _tables: dict[RotarySpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _visible: dict[int | None, Tensor | None] = field(default_factory=dict)
     _chunks: dict[int, Chunks] = field(default_factory=dict)
@@ -74,27 +74,6 @@ class Step:
         if size not in self._chunks:
             self._chunks[size] = Chunks.of(self.positions, size, fresh=self.fresh)
         return self._chunks[size]
-
-
-class FastAttention(Protocol):
-    """Attention of many tokens without a gradient (see `kernels.cpu.prompt`)."""
-
-    def takes(self, *inputs: Tensor) -> bool:
-        """Whether it can read these queries, keys and values."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        first: Tensor,
-        scale: float,
-        *,
-        rope: tuple[Tensor, Tensor] | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """`[B, T, H, d_v]`; see `PromptAttention`."""
 
 
 def _explicit(

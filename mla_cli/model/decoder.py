@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_cli.errors import InputError
+from mla_cli.kernels.cpu.prompt import PromptAttention
 from mla_cli.kernels.quantized import LatentQuantizer
-from mla_cli.model.attention import FastAttention, LatentAttention, Record, StandardAttention, Step
+from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step
 from mla_cli.model.cache import Cache
 from mla_cli.model.large_products import large_products
 from mla_cli.model.norms import make_norm
@@ -170,7 +171,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.backend = "torch"
         self.fast_step: FastStep | None = None
-        self.fast_attention: FastAttention | None = None
+        self.fast_attention: PromptAttention | None = None
         self.computes_in: torch.dtype | None = None
         self.embed_tokens = _table(spec.vocab_size, spec.hidden_size)
         if spec.learned_positions:
