@@ -1,14 +1,16 @@
 """Sequences that run together on pages of one pool: each reads its prompt in chunks of its own, then all decode in one step.
 
-What a sequence computes depends on its own tokens alone: its prompt is cut by its own length, whatever else waits, and it
+What a sequence computes depends on its own tokens alone: its prompt is cut at places of its own, whatever else waits, and it
 shares with others only what they have computed from the same chunks. A sequence whose pages were taken away reads its prompt
 again and is then fed the tokens it had, in the steps of the others.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,17 +23,28 @@ from mla_cli.runtime.live_range import LiveRange
 from mla_cli.runtime.sampling import RowSampler, Sampled
 from mla_cli.runtime.sequence import ActiveSequence
 
-
-def chunk_length(tokens: int) -> int:
-    """Tokens of a prompt of that length to read at once."""
-    return 512 if tokens < 2048 else 768 if tokens <= 8192 else 1024
+SHORTEST_CHUNK, LONGEST_CHUNK = 512, 2048  # tokens of a prompt that are read at once
 
 
-def read_length(decoder: Decoder, tokens: int) -> int:
-    """Tokens of a prompt of that length that this decoder reads at once."""
+def chunk_ends(tokens: int) -> list[int]:
+    """Where a prompt of that length is cut: after 512, 1,024 and 2,048 tokens, then every 2,048, and at its end.
+
+    Prompts that begin alike are cut alike, whatever their lengths, so that they can share what was computed. Short chunks come
+    first because a beginning is what prompts share; long ones cost less (prompt of 4,096 tokens on two cores, all chunks of
+    2,048 against all of 768: .75 of the time in bfloat16, .95 in float32).
+    """
+    ends: list[int] = []
+    end = SHORTEST_CHUNK
+    while end < tokens:
+        ends.append(end)
+        end += min(end, LONGEST_CHUNK)
+    return [*ends, tokens]
+
+
+def reads_whole(decoder: Decoder) -> bool:
+    """Whether a decoder must read a prompt at once."""
     # The frequencies of dynamic scaling depend on the length so far: chunks would turn keys by others than a whole.
-    whole = any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
-    return tokens if whole else chunk_length(tokens)
+    return any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
 
 
 def prefill(
@@ -45,9 +58,10 @@ def prefill(
     Args:
         see: is shown how large the latents of each chunk were (see `Cache.latest_ranges`), and its length.
     """
-    chunk = read_length(decoder, len(prompt))
-    for start in range(0, len(prompt), chunk):
-        hidden = read_chunk(decoder, cache, prompt[start : start + chunk], see)
+    start = 0
+    for end in [len(prompt)] if reads_whole(decoder) else chunk_ends(len(prompt)):
+        hidden = read_chunk(decoder, cache, prompt[start:end], see)
+        start = end
     return decoder.logits(hidden)
 
 
@@ -79,21 +93,22 @@ class Batch:
         self.rows: list[ActiveSequence] = []
         self.shared_tokens = 0
         self._decoder, self._pool, self._logprobs, self._live, self._share = decoder, pool, logprobs, live, share
-        self._growths = pool.growths
+        self._reads_whole, self._growths = reads_whole(decoder), pool.growths
         self._stepping: list[ActiveSequence] = []  # the rows of what follows
         self._cache: Cache | None = None  # None: the rows or their pages have changed
         self._sampler: tuple[list[ActiveSequence], RowSampler] | None = None
 
     def join(self, sequence: ActiveSequence) -> bool:
         """Take in a sequence, with what others have left of its prompt; False, and nothing done, if pages are wanting."""
-        chunk = read_length(self._decoder, len(sequence.prompt))
-        names = _names(sequence.prompt, chunk) if self._share and chunk % PAGE_TOKENS == 0 else []
+        ends = [len(sequence.prompt)] if self._reads_whole else chunk_ends(len(sequence.prompt))
+        names = _names(sequence.prompt, ends) if self._share else []
         pages = self._shared(names)
         more = self._pool.take(pages_for(len(sequence.prompt) + 1) - len(pages))
         if more is None:
             self._pool.release(pages)
             return False
-        sequence.names, sequence.pages, sequence.cached = names, pages + more, len(pages) * PAGE_TOKENS
+        sequence.ends, sequence.names = ends, names
+        sequence.pages, sequence.cached = pages + more, len(pages) * PAGE_TOKENS
         sequence.cache = self._pool.view([sequence.pages], [sequence.cached])
         self.shared_tokens += sequence.cached
         self.rows.append(sequence)
@@ -112,12 +127,11 @@ class Batch:
 
     def next_chunk(self, sequence: ActiveSequence) -> int:
         """Tokens of a sequence's prompt that it reads next; 0: it has read all."""
-        return min(read_length(self._decoder, len(sequence.prompt)), max(0, len(sequence.prompt) - sequence.cached))
+        return next((end - sequence.cached for end in sequence.ends if end > sequence.cached), 0)
 
     def adopt(self, sequence: ActiveSequence) -> int:
         """Take what others have read of a prompt since its sequence came in; tokens that it reads next (see `next_chunk`)."""
-        chunk = read_length(self._decoder, len(sequence.prompt))
-        found = self._shared(sequence.names[sequence.cached // chunk :])
+        found = self._shared(sequence.names[bisect_right(sequence.ends, sequence.cached) :])
         if found:
             first = sequence.cached // PAGE_TOKENS
             own = slice(first, first + len(found))
@@ -137,10 +151,9 @@ class Batch:
         see = None if self._live is None else self._live.see
         hidden = read_chunk(self._decoder, cache, sequence.prompt[start:end], see)
         sequence.cached = end
-        chunk = read_length(self._decoder, len(sequence.prompt))
-        if end % chunk == 0 and end // chunk <= len(sequence.names):
-            pages = sequence.pages[start // PAGE_TOKENS : end // PAGE_TOKENS]
-            self._pool.keep(sequence.names[end // chunk - 1], pages)
+        chunk = sequence.ends.index(end)
+        if chunk < len(sequence.names):
+            self._pool.keep(sequence.names[chunk], sequence.pages[start // PAGE_TOKENS : end // PAGE_TOKENS])
         if end < len(sequence.prompt) or sequence.tokens:
             return None
         return self._new_sampler([sequence])(self._decoder.logits(hidden))
@@ -221,11 +234,11 @@ class Batch:
         )
 
 
-def _names(prompt: Sequence[int], chunk: int) -> list[bytes]:
-    """Names of the whole chunks of a prompt that end before its last token: each follows from all tokens up to its end."""
+def _names(prompt: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+    """Names of the chunks of a prompt but the last one: each follows from all tokens up to its end."""
     names: list[bytes] = []
-    before = sha256(b"%d" % chunk).digest()
-    for end in range(chunk, len(prompt), chunk):
-        before = sha256(before + b" ".join(b"%d" % token for token in prompt[end - chunk : end])).digest()
+    before = sha256().digest()
+    for start, end in pairwise((0, *ends[:-1])):
+        before = sha256(before + b" ".join(b"%d" % token for token in prompt[start:end])).digest()
         names.append(before)
     return names

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from mla_cli.errors import MlaError
 from mla_cli.model.page_pool import PagePool, pages_for
-from mla_cli.runtime.batch import Batch, chunk_length
+from mla_cli.runtime.batch import SHORTEST_CHUNK, Batch
 from mla_cli.runtime.request import Event, Failure, Text
 from mla_cli.runtime.sampling import Sampled
 from mla_cli.runtime.sequence import ActiveSequence
@@ -27,11 +27,11 @@ class Scheduler:
 
     Args:
         max_batch: most that run together.
-        budget: most tokens of prompts to read between two steps (at least one chunk is); None: by the longest prompt's length.
+        budget: most tokens of prompts to read between two steps (at least one chunk is).
     """
 
     def __init__(
-        self, batch: Batch, pool: PagePool, statistics: Statistics, *, max_batch: int, budget: int | None = None
+        self, batch: Batch, pool: PagePool, statistics: Statistics, *, max_batch: int, budget: int = SHORTEST_CHUNK
     ) -> None:
         self._batch, self._pool, self._statistics = batch, pool, statistics
         self._max_batch, self._budget = max_batch, budget
@@ -79,12 +79,11 @@ class Scheduler:
 
     def _read_prompts(self) -> Iterator[Event]:
         reading = [s for s in self._batch.rows if self._batch.next_chunk(s)]
-        budget = self._budget or chunk_length(max((len(s.prompt) for s in reading), default=0))
         spent = 0
         for sequence in reading:
             while self._batch.next_chunk(sequence):
                 count = self._batch.adopt(sequence)
-                if spent and spent + count > budget:
+                if spent and spent + count > self._budget:
                     return
                 spent += count
                 began = perf_counter()

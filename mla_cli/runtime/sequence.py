@@ -24,7 +24,8 @@ class ActiveSequence:
 
     Attributes:
         pages, cache: where it is kept, while it runs; cached: tokens that are there already.
-        names: of the whole chunks of its prompt, for others to share. refusals: times in a row that it found no pages.
+        ends: where its prompt is cut into chunks, the last at its end.
+        names: of all chunks but the last, for others to share. refusals: times in a row that it found no pages.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ActiveSequence:
         self.finish_reason: Literal["stop", "length"] | None = None
         self.started, self.first_at, self.last_at = started, started, started
         self.pages: list[int] = []
+        self.ends: list[int] = []
         self.names: list[bytes] = []
         self.cache: Cache | None = None
         self.cached = self.refusals = 0

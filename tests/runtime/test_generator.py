@@ -16,7 +16,7 @@ from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.spec import LatentAttentionSpec
 from mla_cli.model.tokenizer import Tokenizer
-from mla_cli.runtime.batch import chunk_length
+from mla_cli.runtime.batch import chunk_ends
 from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.request import Completion, Failure, Request, Text
 from mla_cli.runtime.sampling_params import SamplingParams
@@ -413,4 +413,5 @@ def test_statistics_count_what_happened(llama: tuple[Any, Decoder, Tokenizer]) -
 
 
 def test_chunks() -> None:
-    assert [chunk_length(n) for n in (1, 2047, 2048, 8192, 8193)] == [512, 512, 768, 768, 1024]
+    assert [chunk_ends(n) for n in (1, 512, 513, 1500)] == [[1], [512], [512, 513], [512, 1024, 1500]]
+    assert chunk_ends(6200) == [512, 1024, 2048, 4096, 6144, 6200]

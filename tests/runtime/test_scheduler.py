@@ -88,6 +88,18 @@ def test_texts_are_those_of_each_request_alone_bit_for_bit(tokenizer: Tokenizer,
         assert generator._pool.used == 0
 
 
+def test_prompts_of_any_length_share_what_they_begin_with(tokenizer: Tokenizer) -> None:
+    decoder = compiled_decoder(positions=4096)
+    chance = random.Random(3)
+    long = tuple(chance.randrange(3, VOCAB) for _ in range(2200))
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    requests = [Request(long[:n] + (5,) * own, params) for n, own in ((2200, 0), (1100, 1), (600, 900), (2048, 1))]
+    alone = [tokens_of(Generator(decoder, tokenizer, logprobs=True), [request])[0] for request in requests]
+    generator = Generator(decoder, tokenizer, logprobs=True)
+    assert tokens_of(generator, requests) == alone
+    assert generator.statistics.shared_tokens == 1024 + 512 + 2048
+
+
 def test_static_ranges_are_derived_again_after_pages_were_lost(tokenizer: Tokenizer) -> None:
     """One that was put off goes through the same ranges as before."""
     decoder = latent_decoder()
