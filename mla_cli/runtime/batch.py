@@ -87,12 +87,10 @@ class Batch:
         shared_tokens: tokens of prompts that were there already.
     """
 
-    def __init__(
-        self, decoder: Decoder, pool: PagePool, *, logprobs: bool, live: LiveRange | None = None, share: bool = True
-    ) -> None:
+    def __init__(self, decoder: Decoder, pool: PagePool, *, live: LiveRange | None = None, share: bool = True) -> None:
         self.rows: list[ActiveSequence] = []
         self.shared_tokens = 0
-        self._decoder, self._pool, self._logprobs, self._live, self._share = decoder, pool, logprobs, live, share
+        self._decoder, self._pool, self._live, self._share = decoder, pool, live, share
         self._reads_whole, self._growths = reads_whole(decoder), pool.growths
         self._stepping: list[ActiveSequence] = []  # the rows of what follows
         self._cache: Cache | None = None  # None: the rows or their pages have changed
@@ -230,7 +228,8 @@ class Batch:
             [s.history for s in sequences],
             self._decoder.spec.vocab_size,
             device=self._decoder.device,
-            logprobs=self._logprobs,
+            logprobs=any(s.likeliest is not None for s in sequences),
+            likeliest=max(s.likeliest or 0 for s in sequences),
         )
 
 

@@ -44,6 +44,7 @@ class Generator:
 
     Attributes:
         statistics: of all that this generator has done.
+        context: most tokens of prompt and answer together.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Generator:
                 self.context, self._limited_by = limit * PAGE_TOKENS, "--pool-size"
         make_cache = partial(decoder.make_cache, quantizers=quantizers, dtype=cache_dtype or decoder.dtype)
         self._pool = PagePool(make_cache, limit)
-        self._max_batch, self._logprobs = max_batch, logprobs
+        self.max_batch, self._logprobs = max_batch, logprobs
         self._live = None if ranges is None else LiveRange(ranges)
         self.statistics = Statistics(self._pool.bytes_per_token(), live=self._live)
 
@@ -103,11 +104,10 @@ class Generator:
         waiting: list[ActiveSequence] = []
         for index, request in enumerate(requests):
             try:
-                waiting.append(self._prepare(index, request, started))
+                waiting.append(self.prepare(index, request, started))
             except MlaError as error:
                 yield Failure(index, error)
-        batch = Batch(self.decoder, self._pool, logprobs=self._logprobs, live=self._live)
-        scheduler = Scheduler(batch, self._pool, self.statistics, max_batch=self._max_batch)
+        scheduler = self.scheduler()
         for sequence in waiting:
             scheduler.add(sequence)
         try:
@@ -116,7 +116,20 @@ class Generator:
         finally:
             scheduler.close()
 
-    def _prepare(self, index: int, request: Request, started: float) -> ActiveSequence:
+    def scheduler(self) -> Scheduler:
+        """Runs sequences that `prepare` made, as many as come; one at a time, and by one thread."""
+        batch = Batch(self.decoder, self._pool, live=self._live)
+        return Scheduler(batch, self._pool, self.statistics, max_batch=self.max_batch)
+
+    def prepare(self, index: int, request: Request, started: float) -> ActiveSequence:
+        """The sequence that answers a request, under a number of the caller's; any thread may ask for one.
+
+        Args:
+            started: when the request was handed in (`perf_counter`).
+
+        Raises:
+            InputError: the prompt cannot be used.
+        """
         prompt = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         if not prompt:
             if self.tokenizer.bos_id is None:
@@ -136,6 +149,7 @@ class Generator:
             stream=self.tokenizer.stream(),
             eos_ids=self.tokenizer.eos_ids,
             started=started,
+            likeliest=0 if request.logprobs is None and self._logprobs else request.logprobs,
         )
 
     def _check(self, prompt: list[int]) -> None:

@@ -11,10 +11,15 @@ from mla_cli.runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue: its text, or its token ids as they are (a rendered conversation)."""
+    """A prompt to continue: its text, or its token ids as they are (a rendered conversation).
+
+    Attributes:
+        logprobs: also give each token's log-probability, and those of so many of the likeliest tokens; None: neither.
+    """
 
     prompt: str | tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)

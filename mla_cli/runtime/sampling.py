@@ -30,10 +30,12 @@ class Sampled:
     Attributes:
         ids: `[B]` int64; -1 where the logits hold NaN or infinity.
         logprobs: `[B]` float32 log-probability of each under the model itself (before any cut), if asked for.
+        likeliest: `[B, K]` ids of the likeliest tokens, and their log-probabilities, likeliest first, if asked for.
     """
 
     ids: Tensor
     logprobs: Tensor | None
+    likeliest: tuple[Tensor, Tensor] | None = None
 
 
 class RowSampler:
@@ -46,7 +48,7 @@ class RowSampler:
         params: one a row; generators: one a row (CPU), used only where the temperature is not 0.
         history: each row's tokens so far, for the repetition penalty.
         vocab_size: columns of the logits.
-        logprobs: also give log-probabilities.
+        logprobs: also give log-probabilities, and likeliest: those of so many of the likeliest tokens.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class RowSampler:
         *,
         device: torch.device | str = "cpu",
         logprobs: bool = False,
+        likeliest: int = 0,
     ) -> None:
-        self._logprobs = logprobs
+        self._logprobs, self._likeliest = logprobs, min(likeliest, vocab_size)
         drawn = [row for row, p in enumerate(params) if p.temperature > 0]
         self._generators = [generators[row] for row in drawn]
         self._all_drawn = len(drawn) == len(params)
@@ -98,10 +101,14 @@ class RowSampler:
             ids = drawn if self._all_drawn else ids.index_copy(0, self._drawn, drawn)
         if self._seen is not None:
             self._seen.scatter_(1, ids[:, None], True)
-        chosen = None
+        chosen, likeliest = None, None
         if self._logprobs:
-            chosen = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1)
-        return Sampled(torch.where(best.isfinite(), ids, -1), chosen)
+            total = logits.logsumexp(dim=-1)  # [B]
+            chosen = logits.gather(1, ids[:, None])[:, 0] - total
+            if self._likeliest:
+                top = logits.topk(self._likeliest)  # [B, K]
+                likeliest = (top.indices, top.values - total[:, None])
+        return Sampled(torch.where(best.isfinite(), ids, -1), chosen, likeliest)
 
     def allowed(self, scores: Tensor) -> Tensor:
         """`[N, V]` scores of the rows that are drawn, warmed by temperature, minus infinity where cut."""

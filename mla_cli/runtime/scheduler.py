@@ -166,6 +166,7 @@ class Scheduler:
         """Hand out what a computation gave to each sequence."""
         tokens = sampled.ids.tolist()
         logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
+        likeliest = None if sampled.likeliest is None else [part.tolist() for part in sampled.likeliest]
         now = perf_counter()
         for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence not in self._batch.rows:  # cancelled by who received what came before
@@ -178,8 +179,10 @@ class Scheduler:
                 self._statistics.between_tokens_s.append(now - sequence.last_at)
             else:
                 self._statistics.first_token_s.append(now - sequence.started)
-            if logprobs is not None:
+            if logprobs is not None and sequence.likeliest is not None:
                 sequence.logprobs.append(logprobs[row])
+                ids, values = ([], []) if likeliest is None else (part[row] for part in likeliest)
+                sequence.alternatives.append(list(zip(ids, values, strict=True))[: sequence.likeliest])
             sequence.refusals = 0
             piece = sequence.push(token, now)
             if sequence.finish_reason is not None:

@@ -21,8 +21,11 @@ class ActiveSequence:
         allowed: most tokens it may get; note: why these are fewer than asked for.
         stream: fresh decoder of ids to text; eos_ids: tokens that end it.
         started: when the request was handed in, by the caller's clock.
+        likeliest: how many of the likeliest tokens to give beside each token's log-probability; None: no log-probabilities.
 
     Attributes:
+        logprobs, alternatives: of each token, if asked for; alternatives are pairs of id and log-probability.
+        starts: characters of text that came before each token (a stop text and what follows it included).
         pages, cache: where it is kept, while it runs; cached: tokens that are there already.
         ends: where its prompt is cut into chunks, the last at its end.
         names: of all chunks but the last, for others to share. refusals: times in a row that it found no pages.
@@ -39,11 +42,15 @@ class ActiveSequence:
         stream: TextStream,
         eos_ids: frozenset[int],
         started: float,
+        likeliest: int | None = None,
     ) -> None:
         self.index, self.prompt, self.params = index, prompt, params
         self.random = torch.Generator().manual_seed(params.seed)
         self.tokens: list[int] = []
+        self.likeliest = likeliest
         self.logprobs: list[float] = []
+        self.alternatives: list[list[tuple[int, float]]] = []
+        self.starts: list[int] = []
         self.finish_reason: Literal["stop", "length"] | None = None
         self.started, self.first_at, self.last_at = started, started, started
         self.pages: list[int] = []
@@ -55,6 +62,7 @@ class ActiveSequence:
         self._stream, self._stop = stream, StopText(params.stop)
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._pieces: list[str] = []
+        self._characters = 0  # decoded so far
 
     @property
     def history(self) -> list[int]:
@@ -67,8 +75,11 @@ class ActiveSequence:
             self.first_at = now
         self.last_at = now
         self.tokens.append(token)
+        self.starts.append(self._characters)
         ended = token in self._eos_ids
-        text = "" if ended else self._stop.push(self._stream.push(token))
+        decoded = "" if ended else self._stream.push(token)
+        self._characters += len(decoded)
+        text = self._stop.push(decoded)
         if ended or self._stop.found:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self._allowed:

@@ -131,6 +131,32 @@ def test_every_step_equals_a_full_forward(llama: tuple[Any, Decoder, Tokenizer],
         torch.testing.assert_close(torch.tensor(logprob), scores[token], atol=2e-4, rtol=1e-4)
 
 
+def test_each_request_has_the_log_probabilities_that_it_asked_for(llama: tuple[Any, Decoder, Tokenizer]) -> None:
+    """Side by side, also where text is held back and cut; of no other request, and equal to those of a full forward."""
+    _, decoder, tokenizer = llama
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    generator = Generator(decoder, tokenizer)
+    scheduler = generator.scheduler()
+    sequences = [generator.prepare(i, Request("hello", params, asked), 0.0) for i, asked in enumerate((None, 0, 2, 5))]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while scheduler.busy:
+        list(scheduler.turn())
+    none, alone, two, five = sequences
+    assert none.logprobs == []
+    counts = [[len(found) for found in sequence.alternatives] for sequence in (none, alone, two, five)]
+    assert counts == [[], [0] * 6, [2] * 6, [5] * 6]
+    assert alone.logprobs == two.logprobs == five.logprobs
+    assert [entry[:2] for entry in five.alternatives] == two.alternatives
+    for step, found in enumerate(five.alternatives):
+        whole = torch.tensor([[*five.prompt, *five.tokens[:step]]])
+        scores = decoder.logits(decoder(whole)[:, -1])[0].log_softmax(-1)
+        values, ids = scores.topk(5)
+        assert [token for token, _ in found] == ids.tolist()
+        torch.testing.assert_close(torch.tensor([value for _, value in found]), values, atol=2e-4, rtol=1e-4)
+        assert found[0] == (five.tokens[step], five.logprobs[step])  # greedy took the likeliest
+
+
 @pytest.mark.parametrize("kind", [None, "int8", "fp8"])
 def test_latent_decoders_generate_alike_in_any_batch(tokenizer: Tokenizer, kind: Any) -> None:
     from tests.runtime.latent import latent_decoder

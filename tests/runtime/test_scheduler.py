@@ -106,7 +106,7 @@ def test_static_ranges_are_derived_again_after_pages_were_lost(tokenizer: Tokeni
     quantizers = (LatentQuantizer("int8", granularity="static", clip=8.0),) * decoder.spec.num_layers
     live = LiveRange(StaticRanges(10, (3.0, 3.0)))
     pool = PagePool(partial(decoder.make_cache, quantizers=quantizers), 40)
-    scheduler = Scheduler(batch := Batch(decoder, pool, logprobs=False, live=live), pool, Statistics(), max_batch=4)
+    scheduler = Scheduler(batch := Batch(decoder, pool, live=live), pool, Statistics(), max_batch=4)
     texts = []
     for lose in (False, True):
         sequence = make_sequence(tokenizer, 0, Request((5, 6, 7), SamplingParams(max_new_tokens=50, ignore_eos=True)))
@@ -159,7 +159,7 @@ def test_soak(tokenizer: Tokenizer) -> None:
     running = 16
     pool = FailingPool(decoder.make_cache, running * 2 // 4)
     statistics = Statistics()
-    scheduler = Scheduler(Batch(decoder, pool, logprobs=False), pool, statistics, max_batch=running)
+    scheduler = Scheduler(Batch(decoder, pool), pool, statistics, max_batch=running)
     sequences = [make_sequence(tokenizer, i, request) for i, request in enumerate(requests)]
     arriving = iter(sequences)
     done: set[int] = set()
