@@ -15,8 +15,10 @@ namespace mla {
 namespace {
 
 constexpr int OUTPUTS = 32;           // of a matrix, that a thread takes at a time
-constexpr int64_t LEAST_SPLIT = 256;  // tokens
-constexpr int MOST_SPLITS = 16;       // of a sequence; more than threads, so that one that is held up leaves its share to others
+// Tokens of a split: a task for each of a few threads, and not more than that before one repays what its start and end cost;
+// of a long sequence so many that they stay more than threads, so that one that is held up leaves its share to others.
+constexpr int64_t LEAST_SPLIT = 256, ENOUGH_SPLIT = 1024;
+constexpr int FEW_SPLITS = 4, MOST_SPLITS = 16;
 constexpr int PHASES = 12;            // of a layer, at most
 
 struct Floats {  // aligned; grows, and keeps what it has
@@ -138,7 +140,8 @@ void Engine::cut(const Layer& l, const Step& s) {
   first_split_.clear();
   for (int row = 0; row < s.rows; row++) {
     // By its own length alone: sums do not depend on what else runs, nor on the threads.
-    int64_t size = (s.positions[row] + 1 - begin_of(row)) / MOST_SPLITS + 1;
+    int64_t seen = s.positions[row] + 1 - begin_of(row);
+    int64_t size = std::max(std::min(seen / FEW_SPLITS + 1, ENOUGH_SPLIT), seen / MOST_SPLITS + 1);
     size = (std::max(size, LEAST_SPLIT) + PAGE - 1) / PAGE * PAGE;
     for (int group = 0; group < groups; group++) {
       first_split_.push_back((int)splits_.size());
