@@ -16,9 +16,10 @@ from mla_cli.runtime import choices
 from mla_cli.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from mla_cli.runtime.engine import Engine
+    from mla_cli.runtime.prompt_file import PromptLine
     from mla_cli.runtime.request import Request
 
 _DEFAULTS = SamplingParams()
@@ -92,6 +93,10 @@ def generate(
         Path | None,
         typer.Option("--out", metavar="FILE", help="Write the results of --prompts here.", rich_help_panel=OUTPUT),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with an interrupted --prompts run to --out.", rich_help_panel=OUTPUT),
+    ] = False,
     force: options.Force = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Times and cache size, on stderr.", rich_help_panel=OUTPUT)
@@ -168,7 +173,7 @@ def generate(
     params = SamplingParams(
         max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, tuple(stop or ()), seed, ignore_eos
     )
-    _check_combination(prompt, prompts, chat, system, out, json)
+    _check_combination(prompt, prompts, chat, system, out, json, resume)
     text = None if prompts is not None else _prompt_text(prompt, chat)
     if out is not None:
         from mla_cli.runtime.result_file import check_result_file
@@ -199,7 +204,11 @@ def generate(
         console.note(note)
     try:
         if prompts is not None:
-            _answer_file(engine, prompts, lines, system, chat, out, json)
+            if out is None:
+                _answer_file(engine, prompts, lines, system, chat, json)
+            else:
+                how = {"kv_dtype": kv_dtype, "latent_strength": latent_strength, "weights": weights}
+                _answer_to_file(engine, prompts, lines, system, chat, out, resume, how)
         elif text is None:
             _converse(engine, system, params)
         else:
@@ -212,7 +221,13 @@ def generate(
 
 
 def _check_combination(
-    prompt: str | None, prompts: Path | None, chat: bool, system: str | None, out: Path | None, json: bool
+    prompt: str | None,
+    prompts: Path | None,
+    chat: bool,
+    system: str | None,
+    out: Path | None,
+    json: bool,
+    resume: bool,
 ) -> None:
     if prompt is not None and prompts is not None:
         raise UsageError("a PROMPT and --prompts are given", fix="give one of them")
@@ -222,6 +237,8 @@ def _check_combination(
         raise UsageError("a system message belongs to a conversation", where="--system", fix="add --chat")
     if out is not None and prompts is None:
         raise UsageError("only the results of --prompts go to a file", where="--out", fix="redirect stdout instead")
+    if resume and out is None:
+        raise UsageError("only a run that writes to a file can be resumed", where="--resume", fix="repeat its --out")
     if out is not None and json:
         raise UsageError("one object on stdout, or lines in a file", where="--json --out", fix="give one of them")
     if out is not None and prompts is not None and out.exists() and out.samefile(prompts):
@@ -297,31 +314,61 @@ def _converse(engine: Engine, system: str | None, params: SamplingParams) -> Non
 
 
 def _answer_file(
-    engine: Engine, path: Path, lines: list[Any], system: str | None, chat: bool, out: Path | None, json: bool
+    engine: Engine, path: Path, lines: list[PromptLine], system: str | None, chat: bool, json: bool
+) -> None:
+    from mla_cli.runtime.prompt_file import answer_lines, in_order
+    from mla_cli.runtime.result_file import write_line
+
+    watched = _Watched(path, len(lines))
+    answers = in_order(watched(answer_lines(engine.generator, lines, system, chat=chat, times=json)))
+    if json:
+        console.result_json({"completions": list(answers), "statistics": engine.generator.statistics.summary()})
+    else:
+        for answer in answers:
+            write_line(answer)
+    watched.check()
+
+
+def _answer_to_file(
+    engine: Engine,
+    path: Path,
+    lines: list[PromptLine],
+    system: str | None,
+    chat: bool,
+    out: Path,
+    resume: bool,
+    how: dict[str, Any],
 ) -> None:
     from mla_cli.runtime.prompt_file import answer_lines
-    from mla_cli.runtime.result_file import result_file, write_line
+    from mla_cli.runtime.result_journal import open_journal, run_facts
 
-    failed = 0
+    generator, source = engine.generator, engine.model.source
+    how = {**how, "max_context": generator.context, "chat": chat, "system": system}
+    facts = run_facts(lines, source.folder, source.sha256(), generator.decoder, how)
+    watched = _Watched(path, len(lines))
+    with open_journal(out, facts, resume=resume, total=len(lines)) as journal:
+        if journal.done:
+            console.note(f"going on after {len(journal.done)} of {len(lines)} answers")
+        for answer in watched(answer_lines(generator, lines, system, chat=chat, done=frozenset(journal.done))):
+            journal.add(answer)
+    watched.check()
 
-    def watched() -> Any:
-        nonlocal failed
-        answers = answer_lines(engine.generator, lines, system, chat=chat)
-        for answer in console.progress(answers, "answering prompts", total=len(lines), unit="prompt"):
+
+class _Watched:
+    """Answers to a file of prompts on their way: progress on stderr, and the lines that could not be answered."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._path, self._total, self._failed = path, total, 0
+
+    def __call__(self, answers: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for answer in console.progress(answers, "answering prompts", total=self._total, unit="prompt"):
             if "error" in answer:
-                failed += 1
-                console.error(f"{path}:{answer['line']}: {answer['error']}")
+                self._failed += 1
+                console.error(f"{self._path}:{answer['line']}: {answer['error']}")
             yield answer
 
-    if json:
-        console.result_json({"completions": list(watched()), "statistics": engine.generator.statistics.summary()})
-    elif out is None:
-        for answer in watched():
-            write_line(answer)
-    else:
-        with result_file(out) as write:
-            for answer in watched():
-                write(answer)
-    if failed:
-        what = f"{failed} of {len(lines)} prompts could not be answered"
-        raise MlaError(what, where=path, fix="mend the lines that are named above")
+    def check(self) -> None:
+        """Fail if any could not be answered, now that all others are written."""
+        if self._failed:
+            what = f"{self._failed} of {self._total} prompts could not be answered"
+            raise MlaError(what, where=self._path, fix="mend the lines that are named above")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,30 +70,54 @@ def to_request(line: PromptLine, tokenizer: Tokenizer, system: str | None, *, ch
 
 
 def answer_lines(
-    generator: Generator, lines: Sequence[PromptLine], system: str | None, *, chat: bool
+    generator: Generator,
+    lines: Sequence[PromptLine],
+    system: str | None,
+    *,
+    chat: bool,
+    times: bool = False,
+    done: Collection[int] = (),
 ) -> Iterator[dict[str, Any]]:
-    """One result a line, in their order, each as soon as it and all before it are there; `error` in place of a text."""
+    """One result a line, each as soon as it is there; `error` in place of a text.
+
+    Args:
+        times: also how long each took; without, the same line has the same result in every run.
+        done: indices of lines that were answered before: they are left out.
+    """
+
+    def result(index: int, answer: dict[str, Any]) -> dict[str, Any]:
+        line = lines[index]
+        own = {} if line.id is None else {"id": line.id}
+        return {"index": index, "line": line.number, **own, **answer}
+
     requests: list[Request] = []
     owners: list[int] = []  # request -> line
-    done: dict[int, dict[str, Any]] = {}
     for index, line in enumerate(lines):
+        if index in done:
+            continue
         try:
             if line.error is not None:
                 raise line.error
             requests.append(to_request(line, generator.tokenizer, system, chat=chat))
             owners.append(index)
         except MlaError as error:
-            done[index] = {"error": str(error)}
-    events = generator.events(requests)
-    for index, line in enumerate(lines):
-        while index not in done:
-            event = next(events)
-            if isinstance(event, Completion):
-                done[owners[event.index]] = event.as_dict()
-            elif isinstance(event, Failure):
-                done[owners[event.index]] = {"error": str(event.error)}
-        own = {} if line.id is None else {"id": line.id}
-        yield {"index": index, "line": line.number, **own, **done.pop(index)}
+            yield result(index, {"error": str(error)})
+    for event in generator.events(requests):
+        if isinstance(event, Completion):
+            yield result(owners[event.index], event.as_dict(times=times))
+        elif isinstance(event, Failure):
+            yield result(owners[event.index], {"error": str(event.error)})
+
+
+def in_order(answers: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Results of all lines in their order, each as soon as it and all before it are there."""
+    early: dict[int, dict[str, Any]] = {}
+    following = 0
+    for answer in answers:
+        early[answer["index"]] = answer
+        while following in early:
+            yield early.pop(following)
+            following += 1
 
 
 def conversation(said: str | Messages, system: str | None) -> list[Mapping[str, Any]]:

@@ -53,17 +53,17 @@ class Completion:
     logprobs: tuple[float, ...] | None = None
     note: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; what does not apply is left out."""
+    def as_dict(self, *, times: bool = True) -> dict[str, Any]:
+        """For JSON; what does not apply is left out. Without `times`, the same answer is the same in every run."""
         values: dict[str, Any] = {
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": len(self.token_ids),
-            "ttft_ms": round(self.ttft_s * 1e3, 3),
-            "total_ms": round(self.seconds * 1e3, 3),
         }
+        if times:
+            values |= {"ttft_ms": round(self.ttft_s * 1e3, 3), "total_ms": round(self.seconds * 1e3, 3)}
         if self.logprobs is not None:
             values["logprobs"] = list(self.logprobs)
         if self.note is not None:
