@@ -25,7 +25,7 @@ ORDER = (
     ("model",),
     ("checkpoint",),
     ("calibration", "converters", "runtime"),
-    ("evaluation", "benchmark"),
+    ("evaluation", "benchmark", "server"),
     ("commands",),
     ("app",),
     ("__main__",),
@@ -183,7 +183,7 @@ def test_the_program_starts_without_anything_heavy() -> None:
     assert not heavy, "\n".join(heavy)
 
 
-@pytest.mark.parametrize("part", ["benchmark", "checkpoint", "commands", "evaluation", "model", "runtime"])
+@pytest.mark.parametrize("part", ["benchmark", "checkpoint", "commands", "evaluation", "model", "runtime", "server"])
 def test_an_error_that_a_user_causes_says_what_to_do(part: str) -> None:
     without = [
         f"{path.relative_to(ROOT)}:{call.lineno}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mla_cli import console
-from mla_cli.commands import options
+from mla_cli.commands import options, serving
 from mla_cli.commands.options import INPUT, METHOD, OUTPUT, RUNTIME
 from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.runtime import choices
@@ -148,6 +148,10 @@ def generate(
             rich_help_panel=RUNTIME,
         ),
     ] = None,
+    serve: serving.ServeAt = None,
+    api_key_file: serving.ApiKeyFile = None,
+    max_queue: serving.MaxQueue = choices.DEFAULT_QUEUE,
+    max_seconds: serving.MaxSeconds = choices.DEFAULT_REQUEST_SECONDS,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
@@ -169,12 +173,17 @@ def generate(
       mla generate out --prompts prompts.jsonl --out results.jsonl
 
       mla generate out "Once upon a time" --latent-strength 0.5
+
+      mla generate out --serve :8000
     """
     params = SamplingParams(
         max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, tuple(stop or ()), seed, ignore_eos
     )
-    _check_combination(prompt, prompts, chat, system, out, json, resume)
-    text = None if prompts is not None else _prompt_text(prompt, chat)
+    given = (prompt, prompts, system, out) != (None,) * 4 or chat or json or resume
+    server = None if serve is None else serving.begin(serve, api_key_file, max_queue, max_seconds, alone=not given)
+    if server is None:
+        _check_combination(prompt, prompts, chat, system, out, json, resume)
+    text = None if prompts is not None or server is not None else _prompt_text(prompt, chat)
     if out is not None:
         from mla_cli.runtime.result_file import check_result_file
 
@@ -203,7 +212,9 @@ def generate(
     for note in engine.notes:
         console.note(note)
     try:
-        if prompts is not None:
+        if server is not None:
+            serving.run(server, engine, ckpt, params)
+        elif prompts is not None:
             if out is None:
                 _answer_file(engine, prompts, lines, system, chat, json)
             else:

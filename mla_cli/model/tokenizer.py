@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import tokenizers
 from mla_cli.errors import InputError
 from mla_cli.model.chat_template import find_template, render
 from mla_cli.model.text_stream import TextStream
+from mla_cli.model.token_bytes import token_bytes
 from mla_cli.model.tokenizer_files import read_tokenizer_files
 
 _CLEANED = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
@@ -114,6 +115,10 @@ class Tokenizer:
             joins_next=self._byte_ids.__contains__,
             hold_all=self.cleans_up,
         )
+
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """A function from ids to the bytes that they stand for (see there)."""
+        return token_bytes(self._backend)
 
     def _writes_bos(self, text: str, ids: list[int]) -> bool:
         """Whether the text itself starts with BOS, so that there are two now."""

@@ -11,6 +11,9 @@ KV_DTYPE_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": 
 ROPE_DTYPE_ALIASES = {"bf16": "bfloat16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": "int8"}
 DEFAULT_MAX_BATCH = 8  # a small model on a CPU: beyond it a step takes longer in proportion
 
+DEFAULT_QUEUE = 256  # answers of a server that wait: a small model's queue of that length is worked off in minutes
+DEFAULT_REQUEST_SECONDS = 600.0  # what OpenAI's own client waits for an answer
+
 CHUNK_TOKENS = 256  # what the size of the cache's pool is counted in
 
 
