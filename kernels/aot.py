@@ -85,6 +85,9 @@ def configurations() -> list[Configuration]:
                     add(f"prefill {tail} {heads} heads", partial(_prefill, target, layout, heads))
                 if heads != 128:
                     add(f"write {tail}", partial(_write, target, layout))
+                if (dtype, r, heads) == ("int4", 512, 16):
+                    clips = _empty(layout.scales, dtype=torch.float32)
+                    add(f"write {tail}, ranges by group", partial(_write, target, layout, clips))
         for width in (128, 192):
             _configuration(found, machine, "bf16", f"explicit {width}+128 16 heads", partial(_explicit, target, width))
         _configuration(found, machine, "bf16", "merge 512", partial(_merge, target))
@@ -206,7 +209,7 @@ def _explicit(target: Target, width: int) -> Launch:
     )
 
 
-def _write(target: Target, layout: PageLayout) -> Launch:
+def _write(target: Target, layout: PageLayout, clip: float | Tensor = 1e4) -> Launch:
     tokens, r, d = 64, layout.kv_lora_rank, layout.qk_rope_head_dim
     angles = _empty(tokens, d // 2, dtype=torch.float32)
     slots, flag = _empty(tokens, dtype=torch.int64), _empty(1, dtype=torch.int32)
@@ -224,7 +227,7 @@ def _write(target: Target, layout: PageLayout) -> Launch:
         _empty(r),
         1e-6,
         False,
-        1e4,
+        clip,
     )
 
 

@@ -59,11 +59,17 @@ def choose(name: BackendName, device: torch.device | str, layout: PageLayout, he
     elif name not in ("auto", "cpu"):
         raise MlaError(f"there is no backend {name!r}", fix="one of auto, triton, cpu, reference")
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        failure = _failure(device, layout, heads)
-        if failure is None:
-            return _triton()
-        _warn(failure)
+        found = triton_or_why_not(device, layout, heads)
+        if isinstance(found, Backend):
+            return found
+        _warn(found)
     return Backend("cpu", paged.decode, paged.prefill, paged.merge, paged.write)
+
+
+def triton_or_why_not(device: torch.device, layout: PageLayout, heads: int) -> Backend | str:
+    """Triton's kernels, tried on a tiny input; what is wrong with them here, if anything is."""
+    failure = _failure(device, layout, heads)
+    return _triton() if failure is None else failure
 
 
 @cache

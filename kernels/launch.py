@@ -69,7 +69,7 @@ def target_of(device: torch.device) -> Target:
         return INTERPRETER
     raise MlaError(
         f"Triton kernels run on CUDA and ROCm devices, not on {device.type!r}",
-        fix="use --backend torch, or a machine with a GPU",
+        fix="use --backend auto, or a machine with a GPU",
     )
 
 

@@ -161,7 +161,7 @@ def write(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     interleaved: bool = False,
-    clip: float = float("inf"),
+    clip: float | Tensor = float("inf"),
 ) -> None:
     """`write.write` by PyTorch's operators, which also are its definition; nothing but the norm rounds differently.
 

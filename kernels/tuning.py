@@ -43,7 +43,7 @@ def tile_for(target: Target, layout: PageLayout, rows: int, masked: bool) -> Til
     if width > most:
         raise UnsupportedError(
             f"the Triton kernels hold {layout.dtype} latents of at most {most} channels here, not {layout.kv_lora_rank}",
-            fix="use --backend torch",
+            fix="use --backend cpu",
         )
     if target.backend == "interpreter":
         return Tile(16 if rows <= 16 else 64, 32, 4, 1)

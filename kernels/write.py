@@ -9,6 +9,8 @@ a bit of `flag` (1: latent, 2: rotary key) and gives the token the scale NaN; no
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -61,6 +63,7 @@ def write_kernel(
     cos_ptr,  # fp32, [T, D / 2]
     sin_ptr,  # fp32, [T, D / 2]
     norm_ptr,  # float, [R]
+    clips_ptr,  # fp32, [G]
     slots_ptr,  # int64, [T]
     codes_ptr,  # the pool, seen as codes
     rope_ptr,  # the pool's rotary keys
@@ -79,6 +82,7 @@ def write_kernel(
     SCALE_STRIDE: tl.constexpr,
     LIMIT: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_CLIPS: tl.constexpr,
     ROTATES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -109,7 +113,11 @@ def write_kernel(
                 blocks: tl.constexpr = BLOCK_R // 32
                 grouped = tl.reshape(c, [blocks, GROUP])
                 amax = tl.max(tl.abs(grouped), 1)
-                exact = tl.div_rn(tl.maximum(tl.minimum(amax, clip), floor), LIMIT)
+                group = tl.arange(0, blocks)
+                reach = clip
+                if HAS_CLIPS:
+                    reach = tl.load(clips_ptr + group, mask=group < groups, other=0.0)
+                exact = tl.div_rn(tl.maximum(tl.minimum(amax, reach), floor), LIMIT)
                 # Rounded up to bfloat16, so that the rounding itself clips nothing.
                 rounded = (exact.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
                 scale = rounded.to(tl.float32, bitcast=True)
@@ -118,7 +126,6 @@ def write_kernel(
                 pair = tl.arange(0, BLOCK_R // 2)
                 packed = ((low & 15) | ((high & 15) << 4)).to(tl.uint8)
                 tl.store(code_row + place * (R // 2) + pair, packed, mask=pair < R // 2)
-                group = tl.arange(0, blocks)
                 at = scale_ptr + page * SCALE_STRIDE + place * groups + group
                 tl.store(at, (scale + lost).to(tl.bfloat16), mask=group < groups)
             else:
@@ -168,7 +175,7 @@ def plan(
     norm_weight: Tensor | None,
     norm_eps: float,
     interleaved: bool,
-    clip: float,
+    clip: float | Tensor,
 ) -> Launch:
     """The launch of `write`; an argument that a configuration does not read is stood in for by one it does."""
     codes = torch.uint8 if layout.dtype == "fp8" else layout.storage_dtype
@@ -184,6 +191,7 @@ def plan(
             "cos_ptr": flag if cos is None else cos,
             "sin_ptr": flag if sin is None else sin,
             "norm_ptr": latent if norm_weight is None else norm_weight,
+            "clips_ptr": clip if isinstance(clip, Tensor) else flag,
             "slots_ptr": slots,
             "codes_ptr": stored,
             "rope_ptr": ropes,
@@ -192,7 +200,7 @@ def plan(
             "latent_stride": latent.stride(0),
             "rope_in_stride": 0 if k_rope is None else k_rope.stride(0),
             "eps": norm_eps,
-            "clip": clip,
+            "clip": math.inf if isinstance(clip, Tensor) else clip,
             "floor": AMAX_FLOOR,
             "KIND": KINDS[layout.dtype],
             "R": layout.kv_lora_rank,
@@ -202,6 +210,7 @@ def plan(
             "SCALE_STRIDE": scale_stride,
             "LIMIT": 1.0 if layout.quantizer is None else layout.quantizer.limit,
             "HAS_NORM": norm_weight is not None,
+            "HAS_CLIPS": isinstance(clip, Tensor),
             "ROTATES": cos is not None,
             "INTERLEAVED": interleaved,
             "BLOCK_R": block,
@@ -224,7 +233,7 @@ def write(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     interleaved: bool = False,
-    clip: float = float("inf"),
+    clip: float | Tensor = math.inf,
 ) -> None:
     """Store new tokens in their pages.
 
@@ -237,7 +246,7 @@ def write(
         flag: `[1]` int32, to which 1 (latent) and 2 (rotary key) are added if anything is NaN or infinite.
         norm_weight: `[r]` of an RMS norm of the latent; norm_eps: its epsilon; None: no norm.
         interleaved: rotary pairs are neighbours, otherwise halves.
-        clip: most that a range may reach.
+        clip: most that a range may reach; of int4 latents also `[G]` float32, each group's.
     """
     device, tokens = latent.device, latent.shape[0]
     target = target_of(device)
@@ -257,6 +266,10 @@ def write(
     check("write", "flag", flag, (1,), (torch.int32,), device)
     if norm_weight is not None:
         check("write", "norm_weight", norm_weight, (layout.kv_lora_rank,), FLOATS, device)
+    if isinstance(clip, Tensor):
+        if layout.dtype != "int4":
+            raise MlaError(f"{layout.dtype} latents have no groups with ranges of their own", where="write")
+        check("write", "clip", clip, (layout.scales,), (torch.float32,), device)
     check_pool("write", pool, layout.page_bytes, device)
     args = (latent, k_rope, cos, sin, slots, pool, layout, flag, target, norm_weight, norm_eps, interleaved, clip)
     plan(*args).run(device)

@@ -1,12 +1,15 @@
-"""What every test shares: one thread for torch, and the folder of real data."""
+"""What every test shares: one thread for torch, the folder of real data, and Triton's interpreter."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.interpreter import Interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,3 +35,12 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no data at {folder}: set MLA_DATA to the folder that holds text/, lambada/, ...")
     return folder
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Triton's interpreter, one process for all tests: its start costs seconds."""
+    pytest.importorskip("triton")
+    process = Interpreter()
+    yield process
+    process.close()

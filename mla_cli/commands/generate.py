@@ -108,7 +108,7 @@ def generate(
         typer.Option(
             "--backend",
             metavar="|".join(choices.BACKENDS),
-            help="What computes attention; reference is slow.",
+            help="What computes attention; auto: triton on a GPU. reference is slow.",
             rich_help_panel=RUNTIME,
             callback=choices.check_backend,
         ),

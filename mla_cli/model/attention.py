@@ -12,6 +12,7 @@ from mla_cli.kernels import reference, torch_ops
 from mla_cli.kernels.cpu.prompt import PromptAttention
 from mla_cli.model.cache import Cache
 from mla_cli.model.latent_gate import Chunks, LatentGate, gate_latents
+from mla_cli.model.latent_pages import LatentPages
 from mla_cli.model.norms import inverse_rms, make_head_norm, norm_heads
 from mla_cli.model.rotary import rotary_tables, rotate
 from mla_cli.model.spec import LatentAttentionSpec, QkNormSpec, RotarySpec, StandardAttentionSpec
@@ -192,6 +193,10 @@ class LatentAttention(nn.Module):
         s = self.spec
         q_nope, q_rope = self._queries(x).split((s.qk_nope_head_dim, s.qk_rope_head_dim), dim=-1)  # [B, T, H, ...]
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((s.kv_lora_rank, s.qk_rope_head_dim), dim=-1)  # [B, T, r]
+        pages = None if step.cache is None else step.cache.pages(self.layer)
+        if pages is not None:
+            out = self._through_pages(q_nope, q_rope, latent, k_rope, step, pages)
+            return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
         if s.norm_eps is not None:
             latent = _normed(self.kv_a_layernorm, latent)
         if s.gate_chunk is not None:
@@ -218,6 +223,23 @@ class LatentAttention(nn.Module):
         if record is not None:
             record["heads"] = out
         return self.o_proj(out.flatten(-2))
+
+    def _through_pages(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, step: Step, pages: LatentPages
+    ) -> Tensor:
+        """The same by kernels, `[B, T, H, v]`: they norm, turn and store what is cached, and attend to it absorbed."""
+        s, tables = self.spec, None
+        assert step.cache is not None, "pages belong to a cache"
+        if s.rotary is not None and s.qk_rope_head_dim:
+            tables = self._tables(s.rotary, step)
+            q_rope = rotate(q_rope, *tables, interleaved=s.interleaved)
+        at = step.cache.paged_step(pages)
+        norm = None if s.norm_eps is None else self.kv_a_layernorm
+        pages.write(at, latent, k_rope, tables, norm, s.interleaved)
+        w_uk, w_uv = self._up(q_nope.dtype)
+        q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, w_uk), q_rope), dim=-1)  # [B, T, H, r+rope]
+        out = pages.attend(at, q, s.scale, window=s.window, softcap=s.softcap)  # [B, T, H, r]
+        return torch.einsum("bthr,hvr->bthv", out, w_uv)  # [B, T, H, v]
 
     def _key_factors(self, x: Tensor, norm: QkNormSpec) -> Tensor:
         return inverse_rms(self.k_norm_proj(x).unflatten(-1, (self.spec.num_kv_heads, -1)), norm)  # [B, T, F]

@@ -8,29 +8,36 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from mla_cli.errors import MlaError
+from mla_cli.kernels.dispatch import Backend
 from mla_cli.kernels.quantized import PAGE, LatentQuantizer
-from mla_cli.model.cache_store import PAGE_TOKENS, PlainStore, Span, StaticStore, Store, quantized_store
-from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, StandardAttentionSpec
+from mla_cli.model.cache_store import PAGE_TOKENS, EntryStore, PlainStore, Span, StaticStore, Store, quantized_store
+from mla_cli.model.latent_pages import LatentPages, PagedStep, page_layout
+from mla_cli.model.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec
 
 GROWTH = 256  # tokens; growing in steps keeps a long generation from copying its cache at every token
 
 
 @dataclass
 class LayerCache:
-    """One layer's storage: `first` holds keys or latents, `second` values or rotary keys."""
+    """One layer's storage: keys or latents, then values or rotary keys; or pages of both, which kernels read and write."""
 
-    first: Store
-    second: Store
+    stores: tuple[Store, ...]
 
     @property
-    def stores(self) -> tuple[Store, Store]:
-        """Both."""
-        return self.first, self.second
+    def first(self) -> EntryStore:
+        """Keys or latents."""
+        return cast(EntryStore, self.stores[0])
+
+    @property
+    def second(self) -> EntryStore:
+        """Values or rotary keys."""
+        return cast(EntryStore, self.stores[1])
 
 
 class Cache:
@@ -42,6 +49,8 @@ class Cache:
         capacity: most tokens a sequence may hold; writing past it raises `MlaError`.
         dtype: data type of what is not quantised.
         quantizers: one a layer (None: stored in `dtype`), or None for no quantisation at all.
+        kernels: what writes and reads the latents of each layer in pages (see `LatentPages`), None for a layer without;
+            empty: no layer has any.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         quantizers: tuple[LatentQuantizer | None, ...] | None = None,
+        kernels: tuple[Backend | None, ...] = (),
     ) -> None:
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -61,10 +71,12 @@ class Cache:
         )  # the same on the host: a step never waits for the device
         self._room = min(GROWTH, capacity)
         self._span = Span(self.host_lengths, self.host_lengths, 0)
+        self._paged_step: PagedStep | None = None  # of the step that has begun, once a layer asked for it
         each: Sequence[LatentQuantizer | None] = quantizers or [None] * spec.num_layers
+        by: Sequence[Backend | None] = kernels or [None] * spec.num_layers
         self.layers = [
-            _layer_cache(attention, quantizer, batch, self._room, dtype, device)
-            for attention, quantizer in zip(spec.attention, each, strict=True)
+            _layer_cache(attention, quantizer, backend, batch, self._room, dtype, device)
+            for attention, quantizer, backend in zip(spec.attention, each, by, strict=True)
         ]
 
     @property
@@ -92,6 +104,18 @@ class Cache:
                 for store in layer.stores:
                     store.grow(self._room)
         self._span = Span(self.host_lengths, ends.cpu() - self.host_lengths, new_tokens)
+        self._paged_step = None
+
+    def pages(self, layer: int) -> LatentPages | None:
+        """The pages of a layer that kernels write and read, None for one that `write` and `read` are for."""
+        store = self.layers[layer].stores[0]
+        return store if isinstance(store, LatentPages) else None
+
+    def paged_step(self, pages: LatentPages) -> PagedStep:
+        """Where the tokens of the step that has begun are in the pages of any layer."""
+        if self._paged_step is None:
+            self._paged_step = pages.step(self._span)
+        return self._paged_step
 
     def write(self, layer: int, places: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Store a step's new entries and return them as later steps will read them.
@@ -136,7 +160,7 @@ class Cache:
         other = copy.copy(self)
         other.lengths = self.lengths[rows].clone()
         other.host_lengths = self.host_lengths[rows.cpu()].clone()
-        other.layers = [LayerCache(layer.first.select(rows), layer.second.select(rows)) for layer in self.layers]
+        other.layers = [LayerCache(tuple(store.select(rows) for store in layer.stores)) for layer in self.layers]
         return other
 
     def add_pages(self, pages: int) -> None:
@@ -153,8 +177,7 @@ class Cache:
         at = table.to(self.lengths.device)
         other.layers = [
             LayerCache(
-                layer.first.view(at, [row.layers[i].first for row in rows]),
-                layer.second.view(at, [row.layers[i].second for row in rows]),
+                tuple(store.view(at, [row.layers[i].stores[n] for row in rows]) for n, store in enumerate(layer.stores))
             )
             for i, layer in enumerate(self.layers)
         ]
@@ -195,12 +218,13 @@ class Cache:
             store.rescale(row, factor, start)
 
     def _static_stores(self) -> list[StaticStore]:
-        return [layer.first for layer in self.layers if isinstance(layer.first, StaticStore)]
+        return [layer.stores[0] for layer in self.layers if isinstance(layer.stores[0], StaticStore)]
 
 
 def _layer_cache(
-    attention: LatentAttentionSpec | StandardAttentionSpec,
+    attention: AttentionSpec,
     quantizer: LatentQuantizer | None,
+    kernels: Backend | None,
     batch: int,
     room: int,
     dtype: torch.dtype,
@@ -208,14 +232,21 @@ def _layer_cache(
 ) -> LayerCache:
     if not isinstance(attention, LatentAttentionSpec):
         shape = (attention.num_kv_heads, attention.head_dim)
-        return LayerCache(PlainStore(batch, room, shape, dtype, device), PlainStore(batch, room, shape, dtype, device))
-    rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim + attention.key_factors
-    if quantizer is None:
         return LayerCache(
-            PlainStore(batch, room, (rank,), dtype, device), PlainStore(batch, room, (rope,), dtype, device)
+            (PlainStore(batch, room, shape, dtype, device), PlainStore(batch, room, shape, dtype, device))
         )
+    if kernels is not None:
+        layout = page_layout(attention, quantizer)
+        if isinstance(layout, str):
+            raise MlaError(f"the kernels were to read a cache that they cannot: {layout}")
+        return LayerCache((LatentPages(batch, room, layout, kernels, quantizer, device),))
+    rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim + attention.key_factors
+    latents: EntryStore
+    if quantizer is None:
+        latents = PlainStore(batch, room, (rank,), dtype, device)
+        return LayerCache((latents, PlainStore(batch, room, (rope,), dtype, device)))
     latents = quantized_store(batch, room, rank, quantizer, device)
     if quantizer.rope is not None and rope and not attention.key_factors:
-        return LayerCache(latents, quantized_store(batch, room, rope, quantizer.rope, device))
+        return LayerCache((latents, quantized_store(batch, room, rope, quantizer.rope, device)))
     # By default the rotary key stays in bfloat16: it is small, and errors in it ruin positions.
-    return LayerCache(latents, PlainStore(batch, room, (rope,), torch.bfloat16, device))
+    return LayerCache((latents, PlainStore(batch, room, (rope,), torch.bfloat16, device)))

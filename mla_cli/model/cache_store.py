@@ -76,22 +76,6 @@ class Store:
     parts: ClassVar[dict[str, int]]
     table: Tensor | None = None  # [B, P] pages of each row in turn; None: rows have places of their own
 
-    def write(self, span: Span, places: Tensor, values: Tensor, layer: int) -> Tensor:
-        """Store `values` `[B, T, ...]` at `places` `[B, T]` (those of `span`); what was stored, in the type of `values`."""
-        raise NotImplementedError
-
-    def read(self, length: int, dtype: torch.dtype) -> Tensor:
-        """The first `length` places, `[B, length, ...]`."""
-        raise NotImplementedError
-
-    def read_at(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        """One place `[B]` of each row: `[B, ...]`."""
-        raise NotImplementedError
-
-    def as_stored(self, values: Tensor, layer: int) -> Tensor:
-        """One entry a row `[B, ...]` as it would be read after `write`."""
-        raise NotImplementedError
-
     def page_bytes(self) -> int:
         """Bytes of 16 places of one row."""
         found = 0
@@ -154,7 +138,27 @@ class Store:
             getattr(self, name)[rows, :entries] = getattr(other, name)[:, :entries]
 
 
-class PlainStore(Store):
+class EntryStore(Store):
+    """A store of one kind of entry, which is written and read as it is."""
+
+    def write(self, span: Span, places: Tensor, values: Tensor, layer: int) -> Tensor:
+        """Store `values` `[B, T, ...]` at `places` `[B, T]` (those of `span`); what was stored, in the type of `values`."""
+        raise NotImplementedError
+
+    def read(self, length: int, dtype: torch.dtype) -> Tensor:
+        """The first `length` places, `[B, length, ...]`."""
+        raise NotImplementedError
+
+    def read_at(self, places: Tensor, dtype: torch.dtype) -> Tensor:
+        """One place `[B]` of each row: `[B, ...]`."""
+        raise NotImplementedError
+
+    def as_stored(self, values: Tensor, layer: int) -> Tensor:
+        """One entry a row `[B, ...]` as it would be read after `write`."""
+        raise NotImplementedError
+
+
+class PlainStore(EntryStore):
     """Entries of any shape, rounded to a data type."""
 
     parts: ClassVar[dict[str, int]] = {"values": 1}
@@ -179,7 +183,7 @@ class PlainStore(Store):
         return values.to(self.values.dtype).to(values.dtype)
 
 
-class TokenStore(Store):
+class TokenStore(EntryStore):
     """Codes, and scales for each token."""
 
     parts: ClassVar[dict[str, int]] = {"codes": 1, "scales": 1}
@@ -207,7 +211,7 @@ class TokenStore(Store):
         return self.quantizer.rounded(values, layer)
 
 
-class PageStore(Store):
+class PageStore(EntryStore):
     """Codes, and scales for each page of 16 places, which grow while it fills (see `LatentQuantizer.fill_pages`).
 
     A token is read at the scales that its page has by then. Cut back into the middle of a page, a row keeps the page's scales;
@@ -250,7 +254,7 @@ class PageStore(Store):
         return replace(self.quantizer, granularity="token").rounded(values, layer)
 
 
-class StaticStore(Store):
+class StaticStore(EntryStore):
     """Codes alone: scales belong to the layer, and to a row from the place on where they were changed (`rescale`).
 
     Attributes:
@@ -347,7 +351,9 @@ class StaticStore(Store):
         return self.scales.gather(1, turn[..., None].expand(-1, -1, self.scales.shape[-1]))
 
 
-def quantized_store(batch: int, room: int, width: int, quantizer: LatentQuantizer, device: torch.device | str) -> Store:
+def quantized_store(
+    batch: int, room: int, width: int, quantizer: LatentQuantizer, device: torch.device | str
+) -> EntryStore:
     """An empty store for vectors of `width` numbers."""
     kinds: dict[str, type[TokenStore | PageStore | StaticStore]]
     kinds = {"token": TokenStore, "page": PageStore, "static": StaticStore}

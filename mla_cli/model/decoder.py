@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mla_cli.errors import InputError
 from mla_cli.kernels.cpu.prompt import PromptAttention
+from mla_cli.kernels.dispatch import Backend
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.attention import LatentAttention, Record, StandardAttention, Step
 from mla_cli.model.cache import Cache
@@ -163,6 +164,7 @@ class Decoder(nn.Module):
     Attributes:
         backend: see `Step`. fast_step: computes steps of one token; None: they are computed as all others.
         fast_attention: computes the attention of longer steps; None: PyTorch does.
+        kernels: what writes and reads the latents of each layer in its caches, None for a layer without; empty: PyTorch does.
         computes_in: the type of activations; None: that of the embedding. (Weights may be kept narrower.)
     """
 
@@ -172,6 +174,7 @@ class Decoder(nn.Module):
         self.backend = "torch"
         self.fast_step: FastStep | None = None
         self.fast_attention: PromptAttention | None = None
+        self.kernels: tuple[Backend | None, ...] = ()
         self.computes_in: torch.dtype | None = None
         self.embed_tokens = _table(spec.vocab_size, spec.hidden_size)
         if spec.learned_positions:
@@ -259,7 +262,7 @@ class Decoder(nn.Module):
         other = copy.copy(self)
         other._modules = dict(self._modules)
         other.layers = nn.ModuleList(layers)
-        other.fast_step = None
+        other.fast_step, other.kernels = None, ()
         other.spec = self.spec.with_attention(tuple(layer.self_attn.spec for layer in layers))
         return other
 
@@ -271,7 +274,10 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Cache:
         """An empty cache for this decoder (see `Cache`)."""
-        return Cache(self.spec, batch, capacity, dtype=dtype or self.dtype, device=self.device, quantizers=quantizers)
+        return Cache(
+            self.spec, batch, capacity, dtype=dtype or self.dtype, device=self.device, quantizers=quantizers,
+            kernels=self.kernels,
+        )  # fmt: skip
 
 
 def begin_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cli.errors import UsageError
 
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "triton", "cpu", "reference")
 KV_DTYPES = ("auto", "bf16", "int8", "fp8", "int4")
 WEIGHTS = ("float", "int8")
 KV_DTYPE_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8", "e4m3": "fp8", "i8": "int8", "i4": "int4"}
@@ -18,12 +18,12 @@ CHUNK_TOKENS = 256  # what the size of the cache's pool is counted in
 
 
 def check_backend(backend: str) -> str:
-    """Refuse a backend that does not exist (yet), before any work.
+    """Refuse a backend that does not exist, before any work.
 
     Raises:
         UsageError: an unknown backend.
     """
     if backend in BACKENDS:
         return backend
-    what = "the triton kernels do not exist yet" if backend == "triton" else f"there is no backend '{backend}'"
-    raise UsageError(what, where=f"--backend {backend}", fix=f"use one of {', '.join(BACKENDS)}")
+    fix = f"use one of {', '.join(BACKENDS)}"
+    raise UsageError(f"there is no backend '{backend}'", where=f"--backend {backend}", fix=fix)

@@ -15,6 +15,7 @@ from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.int8_weights import weight_bytes
 from mla_cli.runtime.live_range import StaticRanges
 from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run
+from mla_cli.runtime.triton_kernels import add_triton, check_triton
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def open_engine(
     Args:
         dtype: of the weights in memory, and what is computed in; None: see `computing_dtype`.
         kv_dtype: `auto` takes what the checkpoint was calibrated for, else the type that the decoder computes in.
-        backend: `auto` and `cpu` compute through PyTorch, on a GPU too; `reference` in float64, to compare with.
+        backend: `auto` takes Triton's kernels on a GPU (see `add_triton`), the compiled ones on a CPU; `triton` takes them
+            wherever they run, `cpu` never; `reference` attends in float64, to compare with.
         latent_strength: share of each latent's channels, the first ones, that are cached and used; less if the checkpoint was
             calibrated for less.
         weights: `float`, or `int8` for the projections (see `int8_weights`).
@@ -60,6 +62,7 @@ def open_engine(
     """
     check_backend(backend)
     device = torch.device(device)
+    check_triton(backend, device)
     model = open_model(checkpoint)
     tokenizer = load_tokenizer(model.source.folder)
     if chat:
@@ -73,7 +76,9 @@ def open_engine(
         keep_bfloat16=device.type == "cpu" and backend != "reference",
     )  # fmt: skip
     decoder.backend = "reference" if backend == "reference" else "torch"
-    slow = None if backend == "reference" or device.type != "cpu" else add_fast_step(decoder)
+    from_triton = add_triton(decoder, plan.quantizers, backend)
+    on_cpu = device.type == "cpu" and backend != "reference" and not decoder.kernels
+    slow = add_fast_step(decoder) if on_cpu else None
     generator = Generator(
         decoder,
         tokenizer,
@@ -85,7 +90,7 @@ def open_engine(
         pool_tokens=pool_tokens,
         logprobs=logprobs,
     )
-    notes = [*model.notes, _how(device, chosen, stored, decoder)]
+    notes = [*model.notes, _how(device, chosen, stored, decoder), *from_triton]
     if slow is not None:
         notes.append(f"without the compiled CPU kernels, which are several times faster: {slow}")
     if weights == "int8":
@@ -103,6 +108,8 @@ def open_engine(
 
 def _how(device: torch.device, dtype: torch.dtype, stored: torch.dtype, decoder: Decoder) -> str:
     kernels = "PyTorch attention" if decoder.fast_step is None else "compiled CPU kernels"
+    if decoder.kernels:
+        kernels = "Triton kernels"
     if decoder.backend == "reference":
         kernels = "float64 reference attention"
     widened = f" (stored as {_name(stored)})" if dtype != stored else ""

@@ -1,9 +1,9 @@
 """The generator: requests in, text out as it comes, several requests at a time.
 
 A request's tokens are the same in every run, bit for bit. With the compiled CPU kernels they are the same among others, too;
-where PyTorch computes a step, logits may differ by the rounding of another matrix shape (float32: log-probabilities within
-1e-4), so a text differs only where two tokens are that close. Sampled tokens depend on the request's own seed. Static ranges
-of the cache follow each request's own tokens (see `live_range`).
+where PyTorch or Triton computes a step, logits may differ by the rounding of another matrix shape (float32: log-probabilities
+within 1e-4), so a text differs only where two tokens are that close. Sampled tokens depend on the request's own seed. Static
+ranges of the cache follow each request's own tokens (see `live_range`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def test_a_cpu_gets_pytorchs_operators_without_a_word(recwarn: pytest.WarningsRe
 
 
 def test_triton_by_name_on_a_cpu_is_an_error() -> None:
-    with pytest.raises(MlaError, match="not on 'cpu' -> use --backend torch"):
+    with pytest.raises(MlaError, match="not on 'cpu' -> use --backend auto"):
         choose("triton", "cpu", PageLayout("bf16", 64, 8), 4)
     with pytest.raises(MlaError, match="no backend 'tritn'"):
         choose("tritn", "cpu", PageLayout("bf16", 64, 8), 4)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mla_cli.errors import MlaError
 from mla_cli.kernels import paged
 from mla_cli.kernels.pages import LATENT_DTYPES, PageLayout, gather
+from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.rotary import rotate
 from tests.kernels.caches import POISON
 from tests.kernels.interpreter import Interpreter
@@ -64,6 +65,17 @@ def test_codes_and_scales_are_the_same_bits(
     right, right_flag = expected(inputs, clip=clip)
     assert torch.equal(pool, right)  # poison elsewhere included
     assert flag == right_flag == 0
+
+
+@pytest.mark.parametrize("r", [32, 40, 320])
+def test_groups_of_channels_have_ranges_of_their_own(interpreter: Interpreter, r: int) -> None:
+    layout = PageLayout("int4", r, 0)
+    inputs, clips = token_inputs(layout, 9), torch.linspace(0.4, 1.7, layout.scales)
+    pool, _ = written(interpreter, inputs, clip=clips)
+    assert torch.equal(pool, expected(inputs, clip=clips)[0])
+    quantizer = LatentQuantizer("int4", clip=tuple(clips.tolist()))
+    read, _ = gather(pool, layout, torch.arange(4, dtype=torch.int32)[None], torch.tensor([64]))
+    assert torch.equal(read[0, inputs[4][1:]], quantizer.rounded(inputs[0][1:].float()))
 
 
 def test_fp8_bits_are_those_of_torch(interpreter: Interpreter) -> None:
@@ -166,6 +178,10 @@ def test_arguments_are_refused_by_name(interpreter: Interpreter) -> None:
     ):
         with pytest.raises(MlaError, match=said):
             interpreter(WRITE, *inputs[:place], value, *inputs[place + 1 :])
+    with pytest.raises(MlaError, match="int8 latents have no groups"):
+        interpreter(WRITE, *inputs, clip=torch.ones(1))
+    with pytest.raises(MlaError, match="clip has the shape"):
+        interpreter(WRITE, *token_inputs(PageLayout("int4", 64, 0), 5), clip=torch.ones(3))
     odd = token_inputs(PageLayout("int8", 32, 7), 5)
     with pytest.raises(MlaError, match="no pairs"):
         interpreter(WRITE, *odd)

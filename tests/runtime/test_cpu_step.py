@@ -23,14 +23,14 @@ from mla_cli.model.cache import Cache
 from mla_cli.model.cache_store import TokenStore
 from mla_cli.model.decoder import ACTIVATIONS, Decoder
 from mla_cli.model.kept_linear import KeptLinear, keep_linears, keep_tables
-from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, RotarySpec, StandardAttentionSpec
+from mla_cli.model.spec import RotarySpec
 from mla_cli.runtime.cpu_step import CpuStep, why_not
 from mla_cli.runtime.int8_weights import with_int8_weights
 from mla_cli.runtime.loading import add_fast_step
-from tests.runtime.latent import latent_decoder
+from tests.runtime.latent import POSITIONS, decoder_of, latent, latent_decoder, standard
+from tests.runtime.latent import SMALL_VOCAB as VOCAB
 from tests.runtime.stand_ins import save_tiny_with_tokenizer
 
-VOCAB, POSITIONS = 97, 2048
 FOUND = load_library(cache_dir() / "kernels", lambda _: None)
 needs_compiler = pytest.mark.skipif(isinstance(FOUND, str), reason=f"no CPU kernels: {FOUND}")
 pytestmark = needs_compiler
@@ -39,35 +39,6 @@ pytestmark = needs_compiler
 def library() -> CpuLibrary:
     assert isinstance(FOUND, CpuLibrary)
     return FOUND
-
-
-def decoder_of(*attention: Any, seed: int = 0, **changes: Any) -> Decoder:
-    """Random, with logits that are not flat, biases and norms that matter."""
-    shape = {
-        "model_type": "tiny", "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56,
-        "max_position_embeddings": POSITIONS, "norm": "rms", "norm_eps": 1e-5, "activation": "silu", "gated_mlp": True,
-        "mlp_bias": False, "tied": True,
-    }  # fmt: skip
-    torch.manual_seed(seed)
-    decoder = Decoder(DecoderSpec(**{**shape, **changes}, attention=attention))
-    for parameter in decoder.parameters():
-        parameter.data.normal_(0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
-    return decoder.requires_grad_(False).eval()
-
-
-def latent(**changes: Any) -> LatentAttentionSpec:
-    shape: dict[str, Any] = {
-        "num_heads": 5, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 8, "scale": 0.2,
-        "rotary": RotarySpec(dim=6),
-    }  # fmt: skip
-    return LatentAttentionSpec(**{**shape, **changes})
-
-
-def standard(**changes: Any) -> StandardAttentionSpec:
-    shape: dict[str, Any] = {
-        "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "scale": 0.3, "rotary": RotarySpec(dim=10),
-    }  # fmt: skip
-    return StandardAttentionSpec(**{**shape, **changes})
 
 
 def filled(decoder: Decoder, lengths: list[int], quantizers: Any = None, dtype: Any = None) -> Cache:
