@@ -81,6 +81,31 @@ def check_latent_strength(model: ModelSource, strength: float) -> None:
     )
 
 
+def strength_of_width(model: ModelSource, width: int, where: str) -> float:
+    """The strength at which all latents have so many channels.
+
+    Args:
+        where: the width was given, for the error.
+
+    Raises:
+        UsageError: the model has no latents that can be so wide.
+    """
+    from mla_cli.checkpoint.load import load_layer
+    from mla_cli.model.attention import LatentAttention
+
+    ranks = set()
+    for index in range(model.spec.num_layers if model.spec.is_latent else 0):
+        attention = load_layer(model, index).self_attn
+        if isinstance(attention, LatentAttention):
+            ranks.add(_ordered_weights(attention).spec.kv_lora_rank)
+    if len(ranks) != 1 or width > max(ranks):
+        held = " to ".join(str(rank) for rank in sorted({min(ranks), max(ranks)})) if ranks else ""
+        what = f"the latents of this model have {held} channels" if ranks else "this model has no latents"
+        fix = f"leave it out, or convert with --kv-lora-rank {width}"
+        raise UsageError(f"{what}: they cannot have {width} each", where=where, fix=fix)
+    return width / max(ranks)
+
+
 def narrowed_layer(layer: DecoderLayer, strength: float) -> DecoderLayer:
     """A layer that caches and uses the first `ceil(strength * r)` channels of its latent, and nothing of the rest.
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mla_cli import console
+from mla_cli.commands import generate_options as own
 from mla_cli.commands import options, serving
-from mla_cli.commands.options import INPUT, METHOD, OUTPUT, RUNTIME
+from mla_cli.commands.configured import check_width, configured, configured_strength
 from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.runtime import choices
 from mla_cli.runtime.sampling_params import SamplingParams
@@ -26,128 +27,39 @@ _DEFAULTS = SamplingParams()
 
 
 def generate(
+    context: typer.Context,
     ckpt: options.Checkpoint,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help='JSON lines with "prompt" or "messages", and sampling options of their own.',
-            rich_help_panel=INPUT,
-            callback=options.existing_path("file"),
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Use the chat template; without a PROMPT, converse.", rich_help_panel=INPUT),
-    ] = False,
-    system: Annotated[
-        str | None,
-        typer.Option("--system", metavar="TEXT", help="System message of the conversation.", rich_help_panel=INPUT),
-    ] = None,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-new-tokens",
-            metavar="N",
-            help="Most tokens to generate, from 1; the context cuts earlier.",
-            rich_help_panel=METHOD,
-        ),
-    ] = _DEFAULTS.max_new_tokens,
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="0: always the likeliest token.", rich_help_panel=METHOD)
-    ] = _DEFAULTS.temperature,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p", metavar="P", help="Fewest likeliest tokens of probability P, 0 < P <= 1.", rich_help_panel=METHOD
-        ),
-    ] = _DEFAULTS.top_p,
-    top_k: Annotated[
-        int, typer.Option("--top-k", metavar="K", help="The K likeliest tokens; 0: all.", rich_help_panel=METHOD)
-    ] = _DEFAULTS.top_k,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            "--min-p", metavar="P", help="Tokens at least P times as likely as the likeliest.", rich_help_panel=METHOD
-        ),
-    ] = _DEFAULTS.min_p,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(
-            "--repetition-penalty", metavar="X", help="Above 1: rather no token again.", rich_help_panel=METHOD
-        ),
-    ] = _DEFAULTS.repetition_penalty,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable.", rich_help_panel=METHOD),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=METHOD)
-    ] = False,
+    prompts: own.Prompts = None,
+    chat: own.Chat = False,
+    system: own.System = None,
+    max_new_tokens: own.MaxNewTokens = _DEFAULTS.max_new_tokens,
+    temperature: own.Temperature = _DEFAULTS.temperature,
+    top_p: own.TopP = _DEFAULTS.top_p,
+    top_k: own.TopK = _DEFAULTS.top_k,
+    min_p: own.MinP = _DEFAULTS.min_p,
+    repetition_penalty: own.RepetitionPenalty = _DEFAULTS.repetition_penalty,
+    stop: own.Stop = None,
+    ignore_eos: own.IgnoreEos = False,
     seed: options.Seed = options.DEFAULT_SEED,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the results of --prompts here.", rich_help_panel=OUTPUT),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with an interrupted --prompts run to --out.", rich_help_panel=OUTPUT),
-    ] = False,
+    out: own.Out = None,
+    resume: own.Resume = False,
     force: options.Force = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Times and cache size, on stderr.", rich_help_panel=OUTPUT)
-    ] = False,
+    print_config: own.PrintConfig = False,
+    stats: own.Stats = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            metavar="|".join(choices.BACKENDS),
-            help="What computes attention; auto: triton on a GPU. reference is slow.",
-            rich_help_panel=RUNTIME,
-            callback=choices.check_backend,
-        ),
-    ] = "auto",
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            "--kv-dtype",
-            help="How latents are cached; auto: as calibrated.",
-            rich_help_panel=RUNTIME,
-            **options.one_of(*choices.KV_DTYPES, aliases=choices.KV_DTYPE_ALIASES),
-        ),
-    ] = "auto",
+    config: own.Config = None,
+    profile: own.Profile = None,
+    backend: own.Backend = "auto",
+    kv_dtype: own.KvDtype = "auto",
     latent_strength: options.LatentStrength = 1.0,
     weights: options.Weights = "float",
-    max_batch: Annotated[
-        int,
-        typer.Option("--max-batch", metavar="N", min=1, help="Most prompts at a time.", rich_help_panel=RUNTIME),
-    ] = choices.DEFAULT_MAX_BATCH,
-    max_context: Annotated[
-        int | None,
-        typer.Option(
-            "--max-context",
-            metavar="N",
-            min=2,
-            help="Most tokens of prompt and answer (default: the model's positions).",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None,
-    pool_size: Annotated[
-        int | None,
-        typer.Option(
-            "--pool-size",
-            metavar="N",
-            min=1,
-            help="Most memory of the cache, in chunks of 256 tokens (default: --max-batch whole contexts).",
-            rich_help_panel=RUNTIME,
-        ),
-    ] = None,
+    max_batch: own.MaxBatch = choices.DEFAULT_MAX_BATCH,
+    max_context: own.MaxContext = None,
+    pool_size: own.PoolSize = None,
     serve: serving.ServeAt = None,
     api_key_file: serving.ApiKeyFile = None,
     max_queue: serving.MaxQueue = choices.DEFAULT_QUEUE,
@@ -175,10 +87,18 @@ def generate(
       mla generate out "Once upon a time" --latent-strength 0.5
 
       mla generate out --serve :8000
+
+      mla generate out --config mla.yaml --print-config
     """
     params = SamplingParams(
         max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, tuple(stop or ()), seed, ignore_eos
     )
+    values = configured(context)
+    if print_config:
+        from mla_cli.runtime.config_file import effective_config
+
+        typer.echo(effective_config(values, {**context.params, "stop": list(params.stop)}), nl=False)
+        return
     given = (prompt, prompts, system, out) != (None,) * 4 or chat or json or resume
     server = None if serve is None else serving.begin(serve, api_key_file, max_queue, max_seconds, alone=not given)
     if server is None:
@@ -194,8 +114,10 @@ def generate(
         lines = read_prompt_file(prompts, params)
 
     options.setup_runtime(threads, seed, quiet, debug)
+    latent_strength = configured_strength(values, config, ckpt, latent_strength)
     from mla_cli.runtime.engine import open_engine
 
+    chunk = values.get("latent_attention.chunk_size", choices.CHUNK_TOKENS)
     engine = open_engine(
         ckpt,
         device=options.resolve_device(device),
@@ -206,9 +128,10 @@ def generate(
         weights=weights,
         max_batch=max_batch,
         max_context=max_context,
-        pool_tokens=None if pool_size is None else pool_size * choices.CHUNK_TOKENS,
+        pool_tokens=None if pool_size is None else pool_size * chunk,
         chat=chat,
     )
+    check_width(values, config, engine.generator.decoder)
     for note in engine.notes:
         console.note(note)
     try:

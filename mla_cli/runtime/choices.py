@@ -14,6 +14,9 @@ DEFAULT_MAX_BATCH = 8  # a small model on a CPU: beyond it a step takes longer i
 DEFAULT_QUEUE = 256  # answers of a server that wait: a small model's queue of that length is worked off in minutes
 DEFAULT_REQUEST_SECONDS = 600.0  # what OpenAI's own client waits for an answer
 
+PROFILES = ("datacenter", "consumer", "edge")
+
+PAGE_TOKENS = 64  # tokens of a page of the cache's pool (as in `cache_store`, which loads torch)
 CHUNK_TOKENS = 256  # what the size of the cache's pool is counted in
 
 
