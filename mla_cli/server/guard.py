@@ -24,11 +24,13 @@ class Guard:
     Args:
         api_key: that a client must have; None: any may come.
         local: requests must be for this machine by name. A page in a browser can reach the server under a name of its own.
-        log: is told of faults, a line each.
+        header: most bytes of it. log: is told of faults, a line each.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, local: bool, log: Callable[[str], None]) -> None:
-        self._app, self._local, self._log = app, local, log
+    def __init__(
+        self, app: ASGIApp, *, api_key: str | None, local: bool, header: int, log: Callable[[str], None]
+    ) -> None:
+        self._app, self._local, self._header, self._log = app, local, header, log
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,6 +59,9 @@ class Guard:
                 await JSONResponse(refusal.body(), 500)(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
+        # What comes in one packet can be longer than what the parser lets wait.
+        if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"]) > self._header:
+            raise ApiError(431, f"the header is longer than {self._header:,} bytes", headers={"connection": "close"})
         headers = Headers(scope=scope)
         if self._local and not _is_local(headers.get("host")):
             raise ApiError(403, "this server answers requests for localhost only", code="host_not_allowed")

@@ -53,8 +53,9 @@ def serve(
         worker = Worker(generator, asyncio.get_running_loop(), queue=limits.queue, log=log)
         with ThreadPoolExecutor(READERS, thread_name_prefix="mla-reader") as readers:
             app = Guard(
-                create_app(Service(worker, model, defaults, limits, readers)), api_key=api_key, local=local, log=log
-            )
+                create_app(Service(worker, model, defaults, limits, readers)), api_key=api_key, local=local,
+                header=limits.header, log=log,
+            )  # fmt: skip
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what clients do wrong is no news
             config = uvicorn.Config(
                 app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
