@@ -19,6 +19,7 @@ from mla_cli.errors import MlaError, UsageError, is_out_of_memory
 from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run
 from mla_cli.runtime.statistics import peak_rss_bytes
+from mla_cli.runtime.triton_kernels import add_triton
 
 ENGINES = ("mla", "standard", "transformers")
 WARM_UP = 2  # steps
@@ -214,6 +215,8 @@ def _our_engine(
     # What is not quantised is stored as one would: as the weights are.
     narrow = kv_dtype == "bf16" or source.stored_dtype == torch.bfloat16
     stored = torch.bfloat16 if narrow else None
+    for text in add_triton(decoder, plan.quantizers, "auto"):
+        _tell(notes, f"{name}: {text}")
     if device.type == "cpu":
         slow = add_fast_step(decoder)
         if decoder.fast_step is not None and not decoder.fast_step.takes(

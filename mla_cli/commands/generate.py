@@ -53,7 +53,7 @@ def generate(
     quiet: options.Quiet = False,
     config: own.Config = None,
     profile: own.Profile = None,
-    backend: own.Backend = "auto",
+    backend: options.Backend = "auto",
     kv_dtype: own.KvDtype = "auto",
     latent_strength: options.LatentStrength = 1.0,
     weights: options.Weights = "float",

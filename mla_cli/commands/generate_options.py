@@ -105,16 +105,6 @@ PrintConfig = Annotated[
     bool,
     typer.Option("--print-config", help="Print what holds altogether, as YAML, and end.", rich_help_panel=OUTPUT),
 ]
-Backend = Annotated[
-    str,
-    typer.Option(
-        "--backend",
-        metavar="|".join(choices.BACKENDS),
-        help="What computes attention; auto: triton on a GPU. reference is slow.",
-        rich_help_panel=RUNTIME,
-        callback=choices.check_backend,
-    ),
-]
 KvDtype = Annotated[
     str,
     typer.Option(

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from mla_cli import console
 from mla_cli.checkpoint.latent_strength import check_strength
 from mla_cli.errors import UsageError
-from mla_cli.runtime.choices import WEIGHTS
+from mla_cli.runtime.choices import BACKENDS, WEIGHTS, check_backend
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +186,16 @@ Dtype = Annotated[
         help="Number format of the weights in memory.",
         rich_help_panel=RUNTIME,
         **one_of(*DTYPES, aliases=DTYPE_ALIASES),
+    ),
+]
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        metavar="|".join(BACKENDS),
+        help="What computes attention; auto: triton on a GPU. reference is slow.",
+        rich_help_panel=RUNTIME,
+        callback=check_backend,
     ),
 ]
 LatentStrength = Annotated[

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from mla_cli.errors import InputError
-from mla_cli.evaluation.scoring import LOGITS_BLOCK, Quantizers, not_finite, pad, token_budget, token_scores
+from mla_cli.evaluation.scoring import (
+    LOGITS_BLOCK,
+    Quantizers,
+    not_finite,
+    pad,
+    scoring_cache,
+    token_budget,
+    token_scores,
+)
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.spec import DecoderSpec
 
@@ -139,5 +147,4 @@ def _hidden(
     decoder: Decoder, texts: Sequence[Sequence[int]], quantizers: Quantizers | None
 ) -> tuple[Tensor, list[int]]:
     tokens, lengths = pad(texts, decoder.device)  # [B, T]
-    cache = decoder.make_cache(tokens.shape[0], tokens.shape[1], quantizers) if quantizers else None
-    return decoder(tokens, cache, lengths), lengths.tolist()
+    return decoder(tokens, scoring_cache(decoder, tokens, quantizers), lengths), lengths.tolist()

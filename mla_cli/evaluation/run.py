@@ -25,6 +25,7 @@ from mla_cli.evaluation.statistics import Items, value
 from mla_cli.evaluation.subject import Subject, check_kv_dtype, load_subject
 from mla_cli.evaluation.tasks import DIVERGENCE, PERPLEXITY, TaskPlan, load_tasks, plan_tasks
 from mla_cli.model.tokenizer import load_tokenizer
+from mla_cli.runtime.triton_kernels import check_triton
 
 # Below `--data DIR`: what perplexity is measured on unless a text is given.
 DATA_TEXT = "text/wikitext2-test.txt"
@@ -65,6 +66,7 @@ def evaluate(
     kv_dtype: str = "auto",
     latent_strength: float = 1.0,
     weights: str = "float",
+    backend: str = "auto",
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -80,12 +82,14 @@ def evaluate(
         max_drop: percent that a metric may be worse than the baseline's.
         latent_strength: share of the checkpoint's latent channels that is used (the baseline is used whole).
         weights: `float`, or `int8` for the checkpoint's projections (the baseline's stay as they are).
+        backend: what computes the attention of both (see `open_engine`).
 
     Raises:
         MlaError: a name, a file or a model cannot be used, or every task fails.
     """
     started = perf_counter()
     device = torch.device(device)
+    check_triton(backend, device)
     plan = plan_tasks(names, data)
     if DIVERGENCE in plan.own and baseline is None:
         raise UsageError("KL divergence needs a model to compare with", where="--tasks kl", fix="add --baseline SRC")
@@ -98,13 +102,13 @@ def evaluate(
         _check_comparable(other, source, words)
     with _loaded(plan) as tasks:
         work = _Work(plan, tasks, words, limit, batch_size)
-        candidate = _load(source, device, dtype, kv_dtype, latent_strength, weights)
+        candidate = _load(source, device, dtype, backend, kv_dtype, latent_strength, weights)
         facts, theirs_facts = candidate.facts, None
         results, theirs = _measure(candidate, work), {}
         kept = candidate if DIVERGENCE in plan.own else None
         del candidate  # never two models in memory where one will do
         if other is not None:
-            reference = _load(other, device, dtype, "auto")
+            reference = _load(other, device, dtype, backend)
             theirs_facts = reference.facts
             theirs = _measure(reference, work)
             if kept is not None:
@@ -202,7 +206,8 @@ def _load(
     model: ModelSource,
     device: torch.device,
     dtype: torch.dtype | None,
-    kv_dtype: str,
+    backend: str,
+    kv_dtype: str = "auto",
     latent_strength: float = 1.0,
     weights: str = "float",
 ) -> Subject:
@@ -210,8 +215,9 @@ def _load(
         note(remark)
     note(f"evaluating {model.source.name}")
     return load_subject(
-        model, device=device, dtype=dtype, kv_dtype=kv_dtype, latent_strength=latent_strength, weights=weights
-    )
+        model, device=device, dtype=dtype, kv_dtype=kv_dtype, latent_strength=latent_strength, weights=weights,
+        backend=backend,
+    )  # fmt: skip
 
 
 def _measure(subject: Subject, work: _Work) -> dict[str, TaskResult]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mla_cli.errors import MlaError
 from mla_cli.evaluation.requests import Request, clip
 from mla_cli.kernels.quantized import LatentQuantizer
+from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder
 
 _T = TypeVar("_T")
@@ -126,7 +127,7 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Te
 @torch.inference_mode()
 def _score_alone(decoder: Decoder, requests: Sequence[Request], quantizers: Quantizers | None) -> list[Score]:
     tokens, lengths = pad([(*r.context, *r.continuation[:-1]) for r in requests], decoder.device)  # [B, T]
-    cache = decoder.make_cache(tokens.shape[0], tokens.shape[1], quantizers) if quantizers else None
+    cache = scoring_cache(decoder, tokens, quantizers)
     hidden = decoder(tokens, cache, lengths)  # [B, T, D]
     # The continuation's first token is predicted where the context ends.
     wanted = [hidden[row, len(r.context) - 1 : int(lengths[row])] for row, r in enumerate(requests)]
@@ -164,6 +165,13 @@ def _score_shared(
         sums = _sums(*scores, [len(ids) for _, _, ids in part])
         found += [(index, value) for (_, index, _), value in zip(part, sums, strict=True)]
     return found
+
+
+def scoring_cache(decoder: Decoder, tokens: Tensor, quantizers: Quantizers | None) -> Cache | None:
+    """A cache that `[B, T]` tokens pass through on their way; None where nothing would be read from it."""
+    if not quantizers and not decoder.kernels:
+        return None
+    return decoder.make_cache(tokens.shape[0], tokens.shape[1], quantizers)
 
 
 def token_scores(decoder: Decoder, hidden: Tensor, targets: Sequence[int]) -> tuple[Tensor, Tensor]:

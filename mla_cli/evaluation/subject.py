@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from mla_cli.checkpoint.load import ModelSource
+from mla_cli.console import note
 from mla_cli.errors import UsageError
 from mla_cli.evaluation.scoring import Quantizers
 from mla_cli.kernels.quantized import LIMITS, normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
 from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run
+from mla_cli.runtime.triton_kernels import add_triton
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ class Subject:
         """How the model was run, for the report."""
         kinds = {None if quantizer is None else quantizer.dtype for quantizer in self.quantizers or (None,)}
         dtype = str(self.decoder.dtype).removeprefix("torch.")
+        stored = "bfloat16" if self.decoder.kernels else dtype  # what is not quantised
         return {
             "name": self.name,
             "dtype": dtype,
             "weights": self.weights,
-            "kv_dtype": "+".join(sorted(kind or dtype for kind in kinds)),
+            "kv_dtype": "+".join(sorted(kind or stored for kind in kinds)),
+            "backend": self.decoder.computed_by,
             "latent_strength": self.latent_strength,
             "cache_bytes_per_token": self.decoder.make_cache(1, 1, self.quantizers).bytes_per_token(),
             "max_length": self.decoder.spec.max_position_embeddings,
@@ -69,6 +73,7 @@ def load_subject(
     kv_dtype: str = "auto",
     latent_strength: float = 1.0,
     weights: str = "float",
+    backend: str = "auto",
 ) -> Subject:
     """Load a model to evaluate it.
 
@@ -78,15 +83,19 @@ def load_subject(
         latent_strength: share of each latent's channels, the first ones, that are cached and used; less if the checkpoint was
             calibrated for less.
         weights: `float`, or `int8` for the projections.
+        backend: what computes attention (see `open_engine`).
     """
     check_kv_dtype(model, kv_dtype)
     plan = plan_to_run(model, kv_dtype, latent_strength)
     chosen = computing_dtype(model, dtype, device, weights)
-    on_cpu = device.type == "cpu"
+    on_cpu = device.type == "cpu" and backend != "reference"
     decoder = load_to_run(
         model, dtype=chosen, device=device, latent_strength=plan.strength, weights=weights, keep_bfloat16=on_cpu
     )
-    if on_cpu:
+    decoder.backend = "reference" if backend == "reference" else "torch"
+    for text in add_triton(decoder, plan.quantizers, backend):
+        note(f"{model.source.name}: {text}")
+    if on_cpu and not decoder.kernels:
         add_fast_step(decoder)  # for answers that are written; scores never are steps of one token
     tokenizer = load_tokenizer(model.source.folder)
     return Subject(model.source.name, decoder, tokenizer, plan.quantizers, plan.strength, weights)

@@ -196,6 +196,11 @@ class Decoder(nn.Module):
         """Device the decoder lives on."""
         return self.embed_tokens.weight.device
 
+    @property
+    def computed_by(self) -> str:
+        """What computes attention over a cache: `triton`, `compiled` (on a CPU), `torch` or `reference`."""
+        return "triton" if self.kernels else "compiled" if self.fast_step is not None else self.backend
+
     def forward(self, tokens: Tensor, cache: Cache | None = None, lengths: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm.
 

@@ -107,11 +107,12 @@ def open_engine(
 
 
 def _how(device: torch.device, dtype: torch.dtype, stored: torch.dtype, decoder: Decoder) -> str:
-    kernels = "PyTorch attention" if decoder.fast_step is None else "compiled CPU kernels"
-    if decoder.kernels:
-        kernels = "Triton kernels"
-    if decoder.backend == "reference":
-        kernels = "float64 reference attention"
+    kernels = {
+        "triton": "Triton kernels",
+        "compiled": "compiled CPU kernels",
+        "torch": "PyTorch attention",
+        "reference": "float64 reference attention",
+    }[decoder.computed_by]
     widened = f" (stored as {_name(stored)})" if dtype != stored else ""
     return f"running on {device} in {_name(dtype)}{widened}, {kernels}"
 

@@ -150,8 +150,7 @@ def run_facts(
     for file in sorted(folder.glob("*.json")) + sorted(folder.glob("*.model")) + sorted(folder.glob("*.jinja")):
         if not file.name.startswith("mla_report") and not file.name.endswith(".index.json"):
             model.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
-    kernels = "compiled" if decoder.fast_step is not None else "triton" if decoder.kernels else decoder.backend
-    how = {**options, "dtype": str(decoder.dtype), "device": decoder.device.type, "kernels": kernels}
+    how = {**options, "dtype": str(decoder.dtype), "device": decoder.device.type, "kernels": decoder.computed_by}
     return {
         "version of mla": __version__,
         "model": model.hexdigest(),

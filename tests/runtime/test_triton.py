@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_cli.evaluation.requests import Request
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.latent_pages import page_layout
 from mla_cli.model.spec import QkNormSpec, RotarySpec
@@ -160,14 +161,38 @@ def test_a_broken_sequence_fails_alone_and_leaves_nothing_behind(
 
 
 def test_the_program_says_the_same(interpreter: Interpreter, model: str) -> None:
-    from tests.runtime.triton_parts import run_mla
-
     words = ["generate", model, "hello", "--max-new-tokens", "3", "--ignore-eos", "--kv-dtype", "int8", "--json"]
     code, out, err = interpreter(PARTS + "run_mla", *words, "--backend", "triton")
     assert code == 0, err
     assert "Triton kernels" in err
-    _, expected, _ = run_mla(*words, "--backend", "reference")
+    _, expected, _ = triton_parts.run_mla(*words, "--backend", "reference")
     assert json.loads(out)["token_ids"] == json.loads(expected)["token_ids"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+def test_an_evaluation_scores_as_the_reference_does(interpreter: Interpreter, model: str, kv_dtype: str) -> None:
+    shared = tuple(byte_ids("a context of two and more requests"))
+    asked = [(shared, " yes"), (shared, ", or not?"), (tuple(byte_ids("alone")), " in the world"), ((1,), "x")]
+    requests = [Request(context, tuple(byte_ids(text))) for context, text in asked]
+    found = interpreter(PARTS + "scores", model, requests, "triton", kv_dtype)
+    expected = triton_parts.scores(model, requests, "reference", kv_dtype)
+    for (logprob, greedy), (right, is_greedy), request in zip(found, expected, requests, strict=True):
+        assert logprob == pytest.approx(right, abs=CLOSE * len(request.continuation) ** 0.5)
+        assert greedy == is_greedy
+
+
+def test_the_evaluating_program_says_the_same(interpreter: Interpreter, model: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A short text, of which a window is read by both. " * 2)
+    words = ["eval", model, "--tasks", "ppl", "--text", str(text), "--kv-dtype", "int8", "--json"]
+    code, out, err = interpreter(PARTS + "run_mla", *words, "--backend", "triton")
+    assert code == 0, err
+    _, expected, _ = triton_parts.run_mla(*words, "--backend", "reference")
+    mine, theirs = json.loads(out), json.loads(expected)
+    assert (mine["checkpoint"]["backend"], theirs["checkpoint"]["backend"]) == ("triton", "reference")
+    values = [next(iter(each["tasks"]["ppl"].values()))["value"] for each in (mine, theirs)]
+    assert values[0] == pytest.approx(values[1], rel=0.05)
+    assert values[0] != values[1]
 
 
 def test_a_model_without_latents_runs_through_pytorch_with_one_notice(interpreter: Interpreter, tmp_path: Path) -> None:
@@ -179,10 +204,12 @@ def test_a_model_without_latents_runs_through_pytorch_with_one_notice(interprete
     assert out == triton_parts.run_mla(*words)[1]
 
 
-@pytest.mark.parametrize("command", [["generate", "MODEL", "hi"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "MODEL", "hi"], ["eval", "MODEL", "--tasks", "ppl", "--text", "TEXT"]]
+)
 def test_without_a_gpu_it_is_a_usage_error_of_one_line(model: str, command: list[str]) -> None:
     """KN-07: no CUDA, and the kernels forced."""
-    words = [model if word == "MODEL" else word for word in command]
+    words = [{"MODEL": model, "TEXT": str(Path(model) / "config.json")}.get(word, word) for word in command]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "mla_cli", *words, "--backend", "triton"],

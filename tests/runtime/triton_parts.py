@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 from mla_cli.app import main
+from mla_cli.checkpoint.load import open_model
+from mla_cli.evaluation.requests import Request as Score
+from mla_cli.evaluation.scoring import score
+from mla_cli.evaluation.subject import load_subject
 from mla_cli.kernels.dispatch import Backend
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder
@@ -75,6 +79,13 @@ def run_mla(*arguments: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     return code, out.getvalue(), err.getvalue()
+
+
+def scores(folder: str, requests: Sequence[Score], backend: str, kv_dtype: str) -> list[tuple[float, bool]]:
+    """Log-probability of each request's continuation, and whether it is the greedy one."""
+    subject = load_subject(open_model(folder), device=torch.device("cpu"), kv_dtype=kv_dtype, backend=backend)
+    found = dict(score(subject.decoder, requests, max_length=256, quantizers=subject.quantizers))
+    return [(found[place].logprob, found[place].greedy) for place in range(len(requests))]
 
 
 def both_ways(decoder: Decoder, quantizers: Any, chunks: Sequence[Sequence[int]]) -> tuple[list[Any], list[str]]:
