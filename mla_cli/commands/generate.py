@@ -10,7 +10,7 @@ import typer
 
 from mla_cli import console
 from mla_cli.commands import generate_options as own
-from mla_cli.commands import options, serving
+from mla_cli.commands import options, serving, watching
 from mla_cli.commands.configured import check_width, configured, configured_strength
 from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.runtime import choices
@@ -49,6 +49,8 @@ def generate(
     force: options.Force = False,
     print_config: own.PrintConfig = False,
     stats: own.Stats = False,
+    metrics: watching.Metrics = None,
+    watch: watching.Watch = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     config: own.Config = None,
@@ -114,44 +116,50 @@ def generate(
         lines = read_prompt_file(prompts, params)
 
     options.setup_runtime(threads, seed, quiet, debug)
-    latent_strength = configured_strength(values, config, ckpt, latent_strength)
-    from mla_cli.runtime.engine import open_engine
+    with watching.place(
+        metrics, watch, values, stats=stats, force=force, others=(out, prompts),
+        several=prompts is not None or server is not None,
+        shared=prompts is not None and out is None and sys.stdout.isatty(),
+    ) as place:  # fmt: skip
+        latent_strength = configured_strength(values, config, ckpt, latent_strength)
+        from mla_cli.runtime.engine import open_engine
 
-    chunk = values.get("latent_attention.chunk_size", choices.CHUNK_TOKENS)
-    engine = open_engine(
-        ckpt,
-        device=options.resolve_device(device),
-        dtype=options.resolve_dtype(dtype),
-        kv_dtype=kv_dtype,
-        backend=backend,
-        latent_strength=latent_strength,
-        weights=weights,
-        max_batch=max_batch,
-        max_context=max_context,
-        pool_tokens=None if pool_size is None else pool_size * chunk,
-        chat=chat,
-    )
-    check_width(values, config, engine.generator.decoder)
-    for note in engine.notes:
-        console.note(note)
-    try:
-        if server is not None:
-            serving.run(server, engine, ckpt, params)
-        elif prompts is not None:
-            if out is None:
-                _answer_file(engine, prompts, lines, system, chat, json)
-            else:
-                how = {"kv_dtype": kv_dtype, "latent_strength": latent_strength, "weights": weights}
-                _answer_to_file(engine, prompts, lines, system, chat, out, resume, how)
-        elif text is None:
-            _converse(engine, system, params)
-        else:
-            _answer(engine, _request(engine, _messages(system, text) if chat else text, params), json)
-    finally:
-        if stats and engine.generator.statistics.new_tokens:
-            from mla_cli.runtime.statistics import table
+        engine = open_engine(
+            ckpt,
+            device=options.resolve_device(device),
+            dtype=options.resolve_dtype(dtype),
+            kv_dtype=kv_dtype,
+            backend=backend,
+            latent_strength=latent_strength,
+            weights=weights,
+            max_batch=max_batch,
+            max_context=max_context,
+            pool_tokens=None if pool_size is None else pool_size * place.chunk_pages * choices.PAGE_TOKENS,
+            chat=chat,
+        )
+        check_width(values, config, engine.generator.decoder)
+        for note in engine.notes:
+            console.note(note)
+        try:
+            with watching.watched(place, engine.generator):
+                if server is not None:
+                    serving.run(server, engine, ckpt, params)
+                elif prompts is not None:
+                    how = {"kv_dtype": kv_dtype, "latent_strength": latent_strength, "weights": weights}
+                    told = _Told(prompts, len(lines), bar=not place.live)
+                    if out is None:
+                        _answer_file(engine, told, lines, system, chat, json)
+                    else:
+                        _answer_to_file(engine, told, lines, system, chat, out, resume, how)
+                elif text is None:
+                    _converse(engine, system, params)
+                else:
+                    _answer(engine, _request(engine, _messages(system, text) if chat else text, params), json)
+        finally:
+            if stats and engine.generator.statistics.new_tokens:
+                from mla_cli.runtime.statistics import table
 
-            typer.echo(table(engine.generator.statistics.summary()), err=True)  # asked for, so even with --quiet
+                typer.echo(table(engine.generator.statistics.summary()), err=True)  # asked for, so even with --quiet
 
 
 def _check_combination(
@@ -248,24 +256,23 @@ def _converse(engine: Engine, system: str | None, params: SamplingParams) -> Non
 
 
 def _answer_file(
-    engine: Engine, path: Path, lines: list[PromptLine], system: str | None, chat: bool, json: bool
+    engine: Engine, told: _Told, lines: list[PromptLine], system: str | None, chat: bool, json: bool
 ) -> None:
     from mla_cli.runtime.prompt_file import answer_lines, in_order
     from mla_cli.runtime.result_file import write_line
 
-    watched = _Watched(path, len(lines))
-    answers = in_order(watched(answer_lines(engine.generator, lines, system, chat=chat, times=json)))
+    answers = in_order(told(answer_lines(engine.generator, lines, system, chat=chat, times=json)))
     if json:
         console.result_json({"completions": list(answers), "statistics": engine.generator.statistics.summary()})
     else:
         for answer in answers:
             write_line(answer)
-    watched.check()
+    told.check()
 
 
 def _answer_to_file(
     engine: Engine,
-    path: Path,
+    told: _Told,
     lines: list[PromptLine],
     system: str | None,
     chat: bool,
@@ -279,23 +286,28 @@ def _answer_to_file(
     generator, source = engine.generator, engine.model.source
     how = {**how, "max_context": generator.context, "chat": chat, "system": system}
     facts = run_facts(lines, source.folder, source.sha256(), generator.decoder, how)
-    watched = _Watched(path, len(lines))
     with open_journal(out, facts, resume=resume, total=len(lines)) as journal:
         if journal.done:
             console.note(f"going on after {len(journal.done)} of {len(lines)} answers")
-        for answer in watched(answer_lines(generator, lines, system, chat=chat, done=frozenset(journal.done))):
+        for answer in told(answer_lines(generator, lines, system, chat=chat, done=frozenset(journal.done))):
             journal.add(answer)
-    watched.check()
+    told.check()
 
 
-class _Watched:
-    """Answers to a file of prompts on their way: progress on stderr, and the lines that could not be answered."""
+class _Told:
+    """Answers to a file of prompts on their way: progress on stderr, and the lines that could not be answered.
 
-    def __init__(self, path: Path, total: int) -> None:
-        self._path, self._total, self._failed = path, total, 0
+    Args:
+        path: the file, of so many prompts in all. bar: show how far it is.
+    """
+
+    def __init__(self, path: Path, total: int, *, bar: bool) -> None:
+        self._path, self._total, self._bar, self._failed = path, total, bar, 0
 
     def __call__(self, answers: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for answer in console.progress(answers, "answering prompts", total=self._total, unit="prompt"):
+        if self._bar:
+            answers = console.progress(answers, "answering prompts", total=self._total, unit="prompt")
+        for answer in answers:
             if "error" in answer:
                 self._failed += 1
                 console.error(f"{self._path}:{answer['line']}: {answer['error']}")

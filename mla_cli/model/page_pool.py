@@ -50,6 +50,11 @@ class PagePool:
         return len(self._users) - 1 - len(self._free)
 
     @property
+    def held(self) -> int:
+        """Pages in memory, used or not."""
+        return len(self._users) - 1
+
+    @property
     def kept(self) -> int:
         """Pages that only kept prompts use: they are given up when others are wanted."""
         return sum(self._users[page] == 1 for pages in self._kept.values() for page in pages)
@@ -58,6 +63,12 @@ class PagePool:
     def available(self) -> int:
         """Pages that can be had without taking any from a sequence."""
         return self.limit - self.used + self.kept
+
+    def fragmentation(self, chunk: int) -> float:
+        """Of the runs of `chunk` pages in which any is used: the share that would be free if used pages lay together."""
+        runs = [self._users[start : start + chunk] for start in range(1, len(self._users), chunk)]
+        occupied = sum(any(run) for run in runs)
+        return 1 - -(-self.used // chunk) / occupied if occupied else 0.0
 
     def bytes_per_token(self) -> int:
         """See `Cache`."""

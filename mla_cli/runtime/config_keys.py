@@ -93,6 +93,13 @@ def positive(least: float) -> Check:
     return check
 
 
+def threshold(value: Any) -> float:
+    """A number from 0; infinity, where there shall be no alert."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise NotAllowedError(f"it cannot be {_shown(value)}", "give a number from 0, or .inf for no alert")
+    return float(value)
+
+
 def one_of(*names: str, aliases: dict[str, str] | None = None) -> Check:
     """One of some names, or what stands for one."""
 
@@ -211,6 +218,11 @@ KEYS: tuple[Key, ...] = (
         if field.name != "seed"
     ),
     Key("sampling.seed", whole(0, 2**32 - 1), "seed"),
+    Key("metrics.to", matching(r"(?s).+", "a file, or [HOST]:PORT"), "metrics"),
+    *(
+        Key(f"metrics.alerts.{name}", threshold)
+        for name in ("ttft_p99_ms", "cache_use", "fragmentation", "ratio_drift")
+    ),
     Key("server.max_queue", whole(0), "max_queue"),
     Key("server.max_seconds", positive(1), "max_seconds"),
 )

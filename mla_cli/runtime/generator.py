@@ -24,7 +24,7 @@ from mla_cli.runtime.batch import Batch
 from mla_cli.runtime.choices import DEFAULT_MAX_BATCH
 from mla_cli.runtime.live_range import LiveRange, StaticRanges
 from mla_cli.runtime.request import Completion, Event, Failure, Request, Text
-from mla_cli.runtime.scheduler import Scheduler
+from mla_cli.runtime.scheduler import Look, Scheduler
 from mla_cli.runtime.sequence import ActiveSequence
 from mla_cli.runtime.statistics import Statistics
 
@@ -45,6 +45,7 @@ class Generator:
     Attributes:
         statistics: of all that this generator has done.
         context: most tokens of prompt and answer together.
+        look: see `Scheduler`; of those that are made after it is set.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Generator:
         make_cache = partial(decoder.make_cache, quantizers=quantizers, dtype=cache_dtype or decoder.dtype)
         self._pool = PagePool(make_cache, limit)
         self.max_batch, self._logprobs = max_batch, logprobs
+        self.look: Look | None = None
         self._live = None if ranges is None else LiveRange(ranges)
         self.statistics = Statistics(self._pool.bytes_per_token(), live=self._live)
 
@@ -106,6 +108,7 @@ class Generator:
             try:
                 waiting.append(self.prepare(index, request, started))
             except MlaError as error:
+                self.statistics.failed += 1
                 yield Failure(index, error)
         scheduler = self.scheduler()
         for sequence in waiting:
@@ -119,7 +122,7 @@ class Generator:
     def scheduler(self) -> Scheduler:
         """Runs sequences that `prepare` made, as many as come; one at a time, and by one thread."""
         batch = Batch(self.decoder, self._pool, live=self._live)
-        return Scheduler(batch, self._pool, self.statistics, max_batch=self.max_batch)
+        return Scheduler(batch, self._pool, self.statistics, max_batch=self.max_batch, look=self.look)
 
     def prepare(self, index: int, request: Request, started: float) -> ActiveSequence:
         """The sequence that answers a request, under a number of the caller's; any thread may ask for one.

@@ -8,7 +8,7 @@ computed again; so the one that came first always goes on, and all end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from mla_cli.errors import MlaError
@@ -22,19 +22,31 @@ from mla_cli.runtime.statistics import Statistics
 PATIENCE = 3  # times that a sequence that runs alone may be refused pages in a row
 
 
+Look = Callable[[PagePool, Sequence[ActiveSequence], int], None]
+
+
 class Scheduler:
     """Runs sequences on one batch.
 
     Args:
         max_batch: most that run together.
         budget: most tokens of prompts to read between two steps (at least one chunk is).
+        look: is called after each turn with the pool, the sequences that run, and how many wait.
     """
 
     def __init__(
-        self, batch: Batch, pool: PagePool, statistics: Statistics, *, max_batch: int, budget: int = SHORTEST_CHUNK
+        self,
+        batch: Batch,
+        pool: PagePool,
+        statistics: Statistics,
+        *,
+        max_batch: int,
+        budget: int = SHORTEST_CHUNK,
+        look: Look | None = None,
     ) -> None:
         self._batch, self._pool, self._statistics = batch, pool, statistics
-        self._max_batch, self._budget = max_batch, budget
+        self._max_batch, self._budget, self._look = max_batch, budget, look
+        self._shared = 0  # tokens that the batch has told so far
         self._waiting: deque[ActiveSequence] = deque()
 
     @property
@@ -63,6 +75,8 @@ class Scheduler:
         yield from self._admit()
         yield from self._read_prompts()
         yield from self._decode()
+        if self._look is not None:
+            self._look(self._pool, self._batch.rows, len(self._waiting))
 
     def _admit(self) -> Iterator[Event]:
         while self._waiting and len(self._batch.rows) < self._max_batch:
@@ -71,6 +85,8 @@ class Scheduler:
             room = pages_for(len(first.history) + 1) + running
             if (not running or room <= self._pool.available) and self._batch.join(first):
                 self._waiting.popleft()
+                self._statistics.admissions += 1
+                self._statistics.prefix_hits += first.cached > 0
                 continue
             if not running:
                 self._waiting.popleft()
@@ -144,6 +160,7 @@ class Scheduler:
         if sequence.refusals < PATIENCE:
             self._waiting.appendleft(sequence)
             return
+        self._statistics.failed += 1
         need, held = pages_for(len(sequence.history) + 1), self._pool.limit
         yield Failure(
             sequence.index,
@@ -155,12 +172,15 @@ class Scheduler:
 
     def _fail(self, sequence: ActiveSequence, error: MlaError) -> Failure:
         self._batch.leave(sequence, broken=True)
+        self._statistics.failed += 1
         return Failure(sequence.index, error)
 
     def _count(self, began: float) -> None:
         self._statistics.busy_s += perf_counter() - began
         self._statistics.cache_bytes = max(self._statistics.cache_bytes, self._pool.allocated_bytes())
-        self._statistics.shared_tokens = self._batch.shared_tokens
+        self._statistics.most_pages, self._statistics.page_limit = self._pool.most_used, self._pool.limit
+        self._statistics.shared_tokens += self._batch.shared_tokens - self._shared
+        self._shared = self._batch.shared_tokens
 
     def _deliver(self, sequences: list[ActiveSequence], sampled: Sampled) -> Iterator[Event]:
         """Hand out what a computation gave to each sequence."""
@@ -190,6 +210,7 @@ class Scheduler:
             if piece:
                 yield Text(sequence.index, piece)
             if sequence.finish_reason is not None:
+                self._statistics.completed += 1
                 yield sequence.completion()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mla_cli.runtime.live_range import LiveRange
+from mla_cli.runtime.times import Times
+
+# Seconds, close enough for quantiles: from a fast GPU's token to a long queue.
+TOKEN_BOUNDS = (.001, .0025, .005, .0075, .01, .015, .02, .03, .05, .075, .1, .15, .25, .5, 1, 2.5)  # fmt: skip
+TTFT_BOUNDS = (.005, .01, .025, .05, .075, .1, .15, .25, .5, .75, 1, 2.5, 5, 10, 30, 60, 300)  # fmt: skip
 
 
 @dataclass
@@ -23,6 +26,11 @@ class Statistics:
         prefill_s: spent on prompts; busy_s: on all.
         shared_tokens: of prompts, which others had left in the cache; prompt_tokens: those that were read.
         preemptions: times that a request lost its pages and was computed again.
+        admissions: times that a request got pages; prefix_hits: those where others had left a beginning of its prompt.
+        completed, failed: requests that ended so.
+        most_pages: most pages of the pool that requests used at a time; page_limit: most that there may be.
+        fragmentation, joules: see `Picture`, the highest of its kind; None where nobody looked, or the machine does not say.
+        alerts: times that a threshold was crossed for the first time.
         live: watches latents whose ranges are static, if there are any.
         cache_bytes_per_token: of one sequence, over all layers; cache_bytes: most that was allocated for all sequences.
     """
@@ -34,10 +42,19 @@ class Statistics:
     new_tokens: int = 0
     shared_tokens: int = 0
     preemptions: int = 0
+    admissions: int = 0
+    prefix_hits: int = 0
+    completed: int = 0
+    failed: int = 0
+    most_pages: int = 0
+    page_limit: int = 0
+    alerts: int = 0
+    fragmentation: float | None = None
+    joules: float | None = None
     prefill_s: float = 0.0
     busy_s: float = 0.0
-    first_token_s: array[float] = field(default_factory=lambda: array("d"))
-    between_tokens_s: array[float] = field(default_factory=lambda: array("d"))
+    first_token_s: Times = field(default_factory=lambda: Times(TTFT_BOUNDS))
+    between_tokens_s: Times = field(default_factory=lambda: Times(TOKEN_BOUNDS))
 
     def summary(self) -> dict[str, Any]:
         """The figures by name, in milliseconds and bytes; None where nothing was measured."""
@@ -45,15 +62,22 @@ class Statistics:
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
             "shared_prompt_tokens": self.shared_tokens,
+            "prefix_hit_rate": _rate(self.prefix_hits, self.admissions) if self.prefix_hits else 0.0,
             "preemptions": self.preemptions,
-            "ttft_ms": _ms(quantile(self.first_token_s, 0.5)),
-            "ms_per_token_median": _ms(quantile(self.between_tokens_s, 0.5)),
-            "ms_per_token_p99": _ms(quantile(self.between_tokens_s, 0.99)),
+            "requests_completed": self.completed,
+            "requests_failed": self.failed,
+            "ttft_ms": _ms(self.first_token_s.quantile(0.5)),
+            "ttft_ms_p99": _ms(self.first_token_s.quantile(0.99)),
+            "ms_per_token_median": _ms(self.between_tokens_s.quantile(0.5)),
+            "ms_per_token_p99": _ms(self.between_tokens_s.quantile(0.99)),
             "tokens_per_s": _rate(self.new_tokens, self.busy_s),
             "prefill_tokens_per_s": _rate(self.prompt_tokens, self.prefill_s),
             "cache_bytes_per_token": self.cache_bytes_per_token,
             "cache_bytes": self.cache_bytes,
+            "cache_use": _rate(self.most_pages, self.page_limit),
+            "cache_fragmentation": self.fragmentation,
             "latent_range_drift": None if self.live is None else self.live.drift,
+            "joules_per_token": None if self.joules is None else _rate(self.joules, self.new_tokens),
             "peak_rss_bytes": peak_rss_bytes(),
             "peak_device_bytes": peak_device_bytes(),
         }
@@ -63,15 +87,22 @@ _ROWS = (
     ("prompt tokens", "prompt_tokens", "count"),
     ("new tokens", "new_tokens", "count"),
     ("prompt tokens not read again", "shared_prompt_tokens", "count"),
+    ("requests that found a beginning", "prefix_hit_rate", "share"),
     ("requests made to wait again", "preemptions", "count"),
-    ("time to first token", "ttft_ms", "ms"),
+    ("requests answered", "requests_completed", "count"),
+    ("requests failed", "requests_failed", "count"),
+    ("time to first token, median", "ttft_ms", "ms"),
+    ("time to first token, 99 %", "ttft_ms_p99", "ms"),
     ("time per token, median", "ms_per_token_median", "ms"),
     ("time per token, 99 %", "ms_per_token_p99", "ms"),
     ("new tokens per second", "tokens_per_s", "rate"),
     ("prompt tokens per second", "prefill_tokens_per_s", "rate"),
     ("cache bytes per token", "cache_bytes_per_token", "count"),
     ("cache bytes allocated", "cache_bytes", "count"),
+    ("cache in use at most", "cache_use", "share"),
+    ("fragmentation at most", "cache_fragmentation", "share"),
     ("latent range drift", "latent_range_drift", "ratio"),
+    ("joules per new token", "joules_per_token", "ratio"),
     ("peak memory of the process", "peak_rss_bytes", "MiB"),
     ("peak memory of the device", "peak_device_bytes", "MiB"),
 )
@@ -87,15 +118,11 @@ def table(summary: dict[str, Any]) -> str:
 def _shown(value: float, unit: str) -> str:
     if unit == "MiB":
         return f"{value / 2**20:,.0f} MiB"
+    if unit == "share":
+        return f"{value:.1%}"
     if unit == "ratio":
         return f"{value:.2f}"
     return f"{value:,}" if unit == "count" else f"{value:,.1f}{' ms' if unit == 'ms' else ''}"
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed; None of none."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 
 def peak_rss_bytes() -> int | None:
@@ -117,5 +144,5 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def _rate(count: int, seconds: float) -> float | None:
+def _rate(count: float, seconds: float) -> float | None:
     return count / seconds if seconds > 0 and count else None

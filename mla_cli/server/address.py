@@ -34,8 +34,11 @@ class Address:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str, option: str = "--serve") -> Address:
     """`:PORT` (this machine only), `HOST:PORT` or `[IPV6]:PORT`.
+
+    Args:
+        option: that gave it, for the error.
 
     Raises:
         UsageError: it is none of these.
@@ -45,7 +48,7 @@ def parse_address(text: str) -> Address:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not 0 <= number <= 65535 or (":" in host and bare == host) or any(c.isspace() for c in host):
         raise UsageError(
-            f"'{text}' is no address", where="--serve", fix="give :PORT, HOST:PORT or [IPV6]:PORT, e.g. :8000"
+            f"'{text}' is no address", where=option, fix="give :PORT, HOST:PORT or [IPV6]:PORT, e.g. :8000"
         )
     return Address(bare or "127.0.0.1", number)
 
