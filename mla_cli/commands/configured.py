@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mla_cli.errors import UsageError
+from mla_cli import console
+from mla_cli.errors import MlaError, UsageError
 from mla_cli.runtime import choices
 
 if TYPE_CHECKING:
     from mla_cli.model.decoder import Decoder
     from mla_cli.model.spec import DecoderSpec
+    from mla_cli.runtime.engine import Engine
 
 _META = "mla.config"
 
@@ -94,6 +96,39 @@ def check_width(values: dict[str, Any], path: Path | None, decoder: Decoder) -> 
             where=f"{path}:latent_attention.latent_dim",
             fix="leave it out, or the option or calibration that makes latents smaller",
         )
+
+
+def warm_up(values: dict[str, Any], path: Path | None, engine: Engine) -> None:
+    """Read the beginnings of prompts that a configuration lists, and say what is kept of them.
+
+    Raises:
+        MlaError: one cannot be read as tokens.
+    """
+    entries = values.get("warmup", [])
+    if not entries:
+        return
+    from mla_cli.runtime.batch import SHORTEST_CHUNK
+
+    tokenizer = engine.generator.tokenizer
+    tokens = []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            tokens.append(
+                tokenizer.encode(entry) if isinstance(entry, str) else tokenizer.encode_chat(entry["messages"])
+            )
+        except MlaError as error:
+            raise type(error)(error.what, where=f"{path}:warmup, entry {number}", fix=error.fix) from error
+    console.note("reading the beginnings of prompts")
+    for number, (own, kept) in enumerate(zip(tokens, engine.generator.warm_up(tokens), strict=True), start=1):
+        if not kept:
+            why = f"beginnings are kept from {SHORTEST_CHUNK} tokens on"
+            if len(own) >= SHORTEST_CHUNK:
+                why = (
+                    f"there is no room for it in {choices.WARM_SHARE:.0%} of the pool, or the model reads prompts whole"
+                )
+            console.warn(f"nothing of warmup entry {number} ({len(own):,} tokens) is kept: {why}")
+        elif kept < len(own):
+            console.note(f"{kept:,} of the {len(own):,} tokens of warmup entry {number} are kept")
 
 
 def _ranks(spec: DecoderSpec) -> set[int]:

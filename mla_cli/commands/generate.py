@@ -11,7 +11,7 @@ import typer
 from mla_cli import console
 from mla_cli.commands import generate_options as own
 from mla_cli.commands import options, serving, watching
-from mla_cli.commands.configured import check_width, configured, configured_strength
+from mla_cli.commands.configured import check_width, configured, configured_strength, warm_up
 from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.runtime import choices
 from mla_cli.runtime.sampling_params import SamplingParams
@@ -140,6 +140,7 @@ def generate(
         check_width(values, config, engine.generator.decoder)
         for note in engine.notes:
             console.note(note)
+        warm_up(values, config, engine)
         try:
             with watching.watched(place, engine.generator):
                 if server is not None:

@@ -16,6 +16,9 @@ DEFAULT_REQUEST_SECONDS = 600.0  # what OpenAI's own client waits for an answer
 
 PROFILES = ("datacenter", "consumer", "edge")
 
+MOST_WARMUPS = 20  # beginnings that are read before the first request, and the share of the pool that they may keep
+WARM_SHARE = 0.05
+
 PAGE_TOKENS = 64  # tokens of a page of the cache's pool (as in `cache_store`, which loads torch)
 CHUNK_TOKENS = 256  # what the size of the cache's pool is counted in
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mla_cli.errors import MlaError
 from mla_cli.runtime import choices
+from mla_cli.runtime.prompt_text import is_message
 from mla_cli.runtime.sampling_params import SamplingParams
 
 Check = Callable[[Any], Any]
@@ -130,6 +131,21 @@ def texts(value: Any) -> list[str]:
     return list(value)
 
 
+def warmup(value: Any) -> list[Any]:
+    """A list of texts, and of conversations: `{messages: [{role: system, content: ...}]}`."""
+    fix = 'give a list of texts and of {messages: [{role: system, content: "..."}]}'
+    if not isinstance(value, list):
+        raise NotAllowedError("it is no list of beginnings", fix)
+    if len(value) > choices.MOST_WARMUPS:
+        raise NotAllowedError(f"it lists {len(value)} beginnings", f"give at most {choices.MOST_WARMUPS}")
+    for number, entry in enumerate(value, start=1):
+        said = entry.get("messages") if isinstance(entry, dict) and set(entry) == {"messages"} else None
+        sound = isinstance(said, list) and said and all(is_message(message) for message in said)
+        if not sound and not (isinstance(entry, str) and entry):
+            raise NotAllowedError(f"its entry {number} is neither a text nor a conversation", fix)
+    return list(value)
+
+
 def enabled(value: Any) -> bool:
     """True or false, or `auto`: as the checkpoint is, which is what nothing says."""
     if value == "auto":
@@ -218,6 +234,7 @@ KEYS: tuple[Key, ...] = (
         if field.name != "seed"
     ),
     Key("sampling.seed", whole(0, 2**32 - 1), "seed"),
+    Key("warmup", warmup),
     Key("metrics.to", matching(r"(?s).+", "a file, or [HOST]:PORT"), "metrics"),
     *(
         Key(f"metrics.alerts.{name}", threshold)

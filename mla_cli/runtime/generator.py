@@ -20,10 +20,11 @@ from mla_cli.model.cache_store import PAGE_TOKENS
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.page_pool import PagePool, pages_for
 from mla_cli.model.tokenizer import Tokenizer
-from mla_cli.runtime.batch import Batch
-from mla_cli.runtime.choices import DEFAULT_MAX_BATCH
+from mla_cli.runtime.batch import Batch, chunk_ends, reads_whole
+from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, WARM_SHARE
 from mla_cli.runtime.live_range import LiveRange, StaticRanges
 from mla_cli.runtime.request import Completion, Event, Failure, Request, Text
+from mla_cli.runtime.sampling_params import SamplingParams
 from mla_cli.runtime.scheduler import Look, Scheduler
 from mla_cli.runtime.sequence import ActiveSequence
 from mla_cli.runtime.statistics import Statistics
@@ -118,6 +119,35 @@ class Generator:
                 yield from scheduler.turn()
         finally:
             scheduler.close()
+
+    @torch.inference_mode()
+    def warm_up(self, beginnings: Sequence[Sequence[int]]) -> list[int]:
+        """Read tokens that prompts will begin with, before any comes; how many of each are kept, in whole chunks.
+
+        They are kept as what prompts leave is: until their place is wanted, those first that were not used for the longest
+        time. All together take at most `WARM_SHARE` of the pool.
+        """
+        room = int(WARM_SHARE * self._pool.limit) * PAGE_TOKENS
+        kept = []
+        for tokens in beginnings:
+            ends = [] if reads_whole(self.decoder) else chunk_ends(len(tokens) + 1)[:-1]
+            end = max((end for end in ends if end <= room and end < self.context), default=0)
+            if end:
+                # One token more: a chunk is kept for prompts that go on behind it.
+                request = Request((*tokens[:end], tokens[0]), SamplingParams(max_new_tokens=1))
+                sequence = self.prepare(0, request, perf_counter())
+                batch = Batch(self.decoder, self._pool, live=self._live)
+                if not batch.join(sequence):
+                    end = 0
+                while sequence.cached < end:
+                    batch.adopt(sequence)
+                    if sequence.cached < end:
+                        batch.read(sequence)
+                if end:
+                    batch.leave(sequence)
+            room -= end
+            kept.append(end)
+        return kept
 
     def scheduler(self) -> Scheduler:
         """Runs sequences that `prepare` made, as many as come; one at a time, and by one thread."""

@@ -13,7 +13,7 @@ from typing import Any
 from mla_cli.errors import InputError, MlaError
 from mla_cli.model.tokenizer import Tokenizer
 from mla_cli.runtime.generator import Generator
-from mla_cli.runtime.prompt_text import text_of_bytes
+from mla_cli.runtime.prompt_text import is_message, text_of_bytes
 from mla_cli.runtime.request import Completion, Failure, Request
 from mla_cli.runtime.sampling_params import SamplingParams
 
@@ -167,14 +167,9 @@ def _entry(raw: bytes) -> dict[str, Any]:
     if "prompt" in entry and not isinstance(entry["prompt"], str):
         raise InputError("'prompt' is not a text", fix='write {"prompt": "..."}')
     messages = entry.get("messages")
-    if "messages" in entry and not (isinstance(messages, list) and all(_is_message(message) for message in messages)):
+    if "messages" in entry and not (isinstance(messages, list) and all(is_message(message) for message in messages)):
         raise InputError(
             "'messages' is not a list of objects with 'role' and 'content'",
             fix='write {"messages": [{"role": "user", "content": "..."}]}',
         )
     return entry
-
-
-def _is_message(message: Any) -> bool:
-    said = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
-    return said and isinstance(message.get("role"), str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from mla_cli.errors import InputError
 
@@ -46,3 +47,9 @@ def text_of_argument(argument: str) -> str:
 def without_final_newline(text: str) -> str:
     """A text as `echo` or an editor ends it, without that one newline: it would change what a model continues with."""
     return text[:-2] if text.endswith("\r\n") else text[:-1] if text.endswith("\n") else text
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value has the form of a message of a conversation."""
+    said = isinstance(value, dict) and ("content" in value or "tool_calls" in value)
+    return said and isinstance(value.get("role"), str)

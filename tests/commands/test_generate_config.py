@@ -293,3 +293,65 @@ def test_the_width_of_the_latents(mla: Any, form: str) -> None:
 def test_chunks_are_whole_pages() -> None:
     assert choices.PAGE_TOKENS == PAGE_TOKENS
     assert choices.CHUNK_TOKENS % PAGE_TOKENS == 0
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that reads more than one chunk."""
+    folder = tmp_path_factory.mktemp("long")
+    save_tiny_with_tokenizer(folder, max_position_embeddings=4096)
+    return str(folder)
+
+
+def test_beginnings_that_are_read_ahead(long_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mla.yaml"
+
+    def run(warmup: list[Any], *arguments: str, size: int = 128) -> tuple[dict[str, Any], str]:
+        file.write_text(json.dumps({"warmup": warmup, "latent_attention": {"memory": {"pool_size": size}}}))
+        capfd.readouterr()
+        every = ["generate", long_model, *arguments, "--json", "--config", str(file), "--max-new-tokens", "20"]
+        assert main([*every, "--ignore-eos"], commands=(Command("generate", generate),)) == 0
+        out, err = capfd.readouterr()
+        return json.loads(out), err
+
+    prompt = "s" * 1200 + "and then"
+    plain, _ = run([], prompt)
+    assert plain["statistics"]["shared_prompt_tokens"] == 0
+    for text, kept in (("s" * 511, 512), ("s" * 600, 512), ("s" * 1100, 1024), ("t" * 600, 0)):
+        warm, err = run([text], prompt)
+        assert warm["token_ids"] == plain["token_ids"]
+        assert warm["statistics"]["shared_prompt_tokens"] == kept
+        assert warm["statistics"]["prompt_tokens"] == 1209 - kept
+        assert "warning" not in err
+    warm, err = run(["s" * 500, "s" * 600], prompt)
+    assert "warmup entry 1 (501 tokens) is kept: beginnings are kept from 512 tokens on" in err.replace(
+        "nothing of ", ""
+    )
+    assert warm["statistics"]["shared_prompt_tokens"] == 512
+    # A twentieth of the pool: 1,638 of 32,768 tokens, of which the first beginning takes 1,024.
+    _, err = run(["s" * 1100, "t" * 600, "u" * 600], prompt)
+    assert "entry 2" not in err.replace("of the 601 tokens of warmup entry 2", "")
+    assert "nothing of warmup entry 3 (601 tokens) is kept: there is no room" in err
+    assert "no room" in run(["s" * 600], prompt, size=16)[1]
+    conversation = {"messages": [{"role": "system", "content": "s" * 700}]}
+    arguments = ["hello", "--chat", "--system", "s" * 700]
+    plain, _ = run([], *arguments)
+    warm, _ = run([conversation], *arguments)
+    assert warm["token_ids"] == plain["token_ids"]
+    assert warm["statistics"]["shared_prompt_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    "warmup",
+    ["text", [""], [3], [{"messages": []}], [{"messages": [{"role": "system"}]}], [{"prompt": "x"}], ["x"] * 21],
+)
+def test_what_is_no_beginning(mla: Any, warmup: Any) -> None:
+    code, out, err = mla({"warmup": warmup}, "hello")
+    assert (code, out) == (2, "")
+    assert "mla.yaml:warmup]" in err
+
+
+def test_a_conversation_to_begin_with_needs_a_chat_template(mla: Any) -> None:
+    code, out, err = mla({"warmup": [{"messages": [{"role": "system", "content": "x"}]}]}, "hello", model="source")
+    assert (code, out) == (2, "")
+    assert "mla.yaml:warmup, entry 1]" in err
