@@ -119,7 +119,7 @@ def generate(
     with watching.place(
         metrics, watch, values, stats=stats, force=force, others=(out, prompts),
         several=prompts is not None or server is not None,
-        shared=prompts is not None and out is None and sys.stdout.isatty(),
+        shared=prompts is not None and out is None and sys.stdout.isatty(), served=server is not None,
     ) as place:  # fmt: skip
         latent_strength = configured_strength(values, config, ckpt, latent_strength)
         from mla_cli.runtime.engine import open_engine
@@ -144,7 +144,7 @@ def generate(
         try:
             with watching.watched(place, engine.generator):
                 if server is not None:
-                    serving.run(server, engine, ckpt, params)
+                    serving.run(server, engine, ckpt, params, place.figures)
                 elif prompts is not None:
                     how = {"kv_dtype": kv_dtype, "latent_strength": latent_strength, "weights": weights}
                     told = _Told(prompts, len(lines), bar=not place.live)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from mla_cli.server.limits import Limits
 
 if TYPE_CHECKING:
     from mla_cli.runtime.engine import Engine
+    from mla_cli.runtime.prometheus import Figures
     from mla_cli.runtime.sampling_params import SamplingParams
 
 ServeAt = Annotated[
@@ -80,8 +82,9 @@ def begin(address: str, key_file: Path | None, queue: int, seconds: float, *, al
     return Serving(place, bind(place), key, Limits(queue=queue, seconds=seconds))
 
 
-def run(serving: Serving, engine: Engine, checkpoint: str, defaults: SamplingParams) -> None:
+def run(serving: Serving, engine: Engine, checkpoint: str, defaults: SamplingParams, figures: Figures | None) -> None:
     """Answer requests until the process is told to end."""
+    from mla_cli.runtime.prometheus import figures_text
     from mla_cli.server.run import serve
 
     name = model_name(checkpoint)
@@ -93,6 +96,7 @@ def run(serving: Serving, engine: Engine, checkpoint: str, defaults: SamplingPar
     serve(
         engine.generator, [serving.socket], model=name, defaults=defaults, limits=serving.limits,
         api_key=serving.api_key, local=serving.address.is_local and serving.api_key is None, log=console.error,
+        metrics=None if figures is None else partial(figures_text, figures),
         started=say,
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ class Watching:
     """Who watches a generator that is not there yet.
 
     Attributes:
-        figures, file: what `--metrics` gives, and the file that it goes to.
+        figures, file: what `--metrics` or a server gives, and the file that it goes to.
         live: draw a live view. figures_wanted: at the end. alerts: are said. thresholds: of alerts, by their names.
         chunk_pages: pages of a chunk of the pool.
     """
@@ -74,13 +74,14 @@ def place(
     others: Sequence[Path | None],
     several: bool,
     shared: bool,
+    served: bool,
 ) -> Iterator[Watching]:
     """Take the file or the port, before any work; let go of it at the end.
 
     Args:
         values: of the configuration. stats: figures are wanted at the end. force: replace a file that holds something else.
         others: files that are read or written, and must not be replaced. several: there are requests that a view could show.
-        shared: results go to the same terminal as the view.
+        shared: results go to the same terminal as the view. served: a server gives the figures to who asks.
 
     Raises:
         MlaError: the file or the port cannot be had.
@@ -96,10 +97,11 @@ def place(
         live = False
     with ExitStack() as stack:
         figures, file = None, None
-        if metrics is not None:
+        if served or metrics is not None:
             from mla_cli.runtime.prometheus import Figures, check_figures_file, serve_figures
 
             figures = Figures()
+        if figures is not None and metrics is not None:
             address = _address(metrics)
             if address is None:
                 file = Path(metrics)
@@ -111,14 +113,14 @@ def place(
                 port, end = serve_figures(figures, address.host, address.port)
                 stack.callback(end)
                 console.note(f"metrics at {address.url(port)}/metrics")
-        alerts = live or figures is not None or bool(thresholds)
+        alerts = live or metrics is not None or bool(thresholds)
         yield Watching(figures, file, live, stats, alerts, thresholds, chunk)
 
 
 @contextmanager
 def watched(watching: Watching, generator: Generator) -> Iterator[None]:
     """Show what a generator does while this lasts, and once more at its end."""
-    if not (watching.alerts or watching.figures_wanted):
+    if not (watching.alerts or watching.figures_wanted or watching.figures is not None):
         yield
         return
     from mla_cli.runtime.alerts import Thresholds

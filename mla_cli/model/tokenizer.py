@@ -50,7 +50,8 @@ class Tokenizer:
         Raises:
             InputError: the text cannot be UTF-8.
         """
-        ids: list[int] = self._backend.encode(_checked(text), add_special_tokens=special).ids
+        # A batch of one: during `encode` itself no other thread could run, and a long text takes seconds.
+        ids: list[int] = self._backend.encode_batch([_checked(text)], add_special_tokens=special)[0].ids
         return ids[1:] if special and self._writes_bos(text, ids) else ids
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:

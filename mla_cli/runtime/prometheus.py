@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import write_to_textfile
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest, write_to_textfile
 
 from mla_cli.checkpoint.disk import check_writable, disk_error
 from mla_cli.errors import MlaError, OutputError
@@ -41,6 +41,11 @@ def registry_of(figures: Figures) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(figures)
     return registry
+
+
+def figures_text(figures: Figures) -> tuple[bytes, str]:
+    """What holds now, and its content type."""
+    return generate_latest(registry_of(figures)), CONTENT_TYPE_LATEST
 
 
 def serve_figures(figures: Figures, host: str, port: int) -> tuple[int, Callable[[], None]]:

@@ -39,6 +39,7 @@ class Service:
     Attributes:
         model: the name that is served. defaults: what a request does not say.
         readers: threads that read requests: JSON, templates and tokens of a long prompt would hold up all streams.
+        metrics: what `/metrics` answers, and its content type; None: nothing.
     """
 
     worker: Worker
@@ -46,6 +47,7 @@ class Service:
     defaults: SamplingParams
     limits: Limits
     readers: ThreadPoolExecutor
+    metrics: Callable[[], tuple[bytes, str]] | None
 
 
 def create_app(service: Service) -> Starlette:
@@ -87,12 +89,19 @@ def create_app(service: Service) -> Starlette:
         broken = service.worker.broken
         return JSONResponse({"status": "broken" if broken else "ok"}, 503 if broken else 200)
 
+    async def metrics(request: HttpRequest) -> Response:
+        if service.metrics is None:
+            raise HTTPException(404)
+        content, kind = await asyncio.get_running_loop().run_in_executor(service.readers, service.metrics)
+        return Response(content, media_type=kind)
+
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", answering("chat"), methods=["POST"]),
             Route("/v1/completions", answering("completions"), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{name:path}", model, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
         ],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_route, Exception: _leave_to_guard},
@@ -113,7 +122,8 @@ async def _accept(service: Service, kind: str, request: HttpRequest) -> tuple[Ca
     body = await read_body(request, service.limits)
 
     def read() -> tuple[Call, Prepared]:
-        call = parse_call(kind, read_object(body), service.defaults, service.model, service.limits.answers)
+        most = min(service.limits.answers, service.worker.most)
+        call = parse_call(kind, read_object(body), service.defaults, service.model, most)
         return call, prepare(call, service.worker.generator, service.worker.number, clock)
 
     call, prepared = await loop.run_in_executor(service.readers, read)

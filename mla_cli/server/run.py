@@ -35,6 +35,7 @@ def serve(
     api_key: str | None,
     local: bool,
     log: Callable[[str], None],
+    metrics: Callable[[], tuple[bytes, str]] | None = None,
     started: Callable[[Callable[[], None]], None] = lambda _: None,
 ) -> None:
     """Answer requests until the process is told to end.
@@ -42,6 +43,7 @@ def serve(
     Args:
         sockets: bound. model: the name that clients know it by. defaults: what a request does not say.
         local: see `Guard`. log: is told of faults, a line each.
+        metrics: what `/metrics` answers now, and its content type.
         started: is called when clients may come, with a function that ends the server; any thread may call that.
 
     Raises:
@@ -53,7 +55,7 @@ def serve(
         worker = Worker(generator, asyncio.get_running_loop(), queue=limits.queue, log=log)
         with ThreadPoolExecutor(READERS, thread_name_prefix="mla-reader") as readers:
             app = Guard(
-                create_app(Service(worker, model, defaults, limits, readers)), api_key=api_key, local=local,
+                create_app(Service(worker, model, defaults, limits, readers, metrics)), api_key=api_key, local=local,
                 header=limits.header, log=log,
             )  # fmt: skip
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what clients do wrong is no news

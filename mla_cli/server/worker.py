@@ -28,14 +28,15 @@ class Worker:
         log: is told of faults, a line each.
 
     Attributes:
-        held: answers that run or wait. broken: the thread has ended by a fault.
+        held: answers that run or wait; most: of them. broken: the thread has ended by a fault.
     """
 
     def __init__(
         self, generator: Generator, loop: asyncio.AbstractEventLoop, *, queue: int, log: Callable[[str], None]
     ) -> None:
         self.generator, self.held, self.broken = generator, 0, False
-        self._loop, self._most, self._log = loop, generator.max_batch + queue, log
+        self.most = generator.max_batch + queue
+        self._loop, self._log = loop, log
         self._jobs: set[Job] = set()
         self._usual_s = 1.0  # what a request takes lately
         self._numbers = itertools.count()
@@ -66,11 +67,11 @@ class Worker:
         """
         if self.broken:
             raise ApiError(503, "the server is broken and must be started again", code="broken")
-        if self.held + answers > self._most:
+        if self.held + answers > self.most:
             wait = min(LONGEST_WAIT_S, max(1, round(self._usual_s * self.held / self.generator.max_batch)))
             raise ApiError(
                 429,
-                f"{self.held} answers run or wait, at most {self._most} may: try again later",
+                f"{self.held} answers run or wait, at most {self.most} may: try again later",
                 code="queue_full",
                 headers={"retry-after": str(wait)},
             )

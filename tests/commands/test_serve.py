@@ -136,6 +136,15 @@ def test_the_answer_is_that_of_the_command(model: str, capfd: pytest.CaptureFixt
             next(ask(url, body))
         answer = json.loads(next(ask(url, body, authorization="Bearer secret")))
         assert answer["choices"][0]["text"] == expected
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{url}/metrics", timeout=30)
+        asked = urllib.request.Request(f"{url}/metrics", headers={"authorization": "Bearer secret"})
+        with urllib.request.urlopen(asked, timeout=30) as metrics:
+            assert metrics.headers["content-type"].startswith("text/plain; version=")
+            said = metrics.read().decode()
+        assert 'mla_requests_total{outcome="completed"} 1.0' in said
+        assert "mla_generated_tokens_total 12.0" in said
+        assert "mla_requests_running 0.0" in said
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
         assert process.stderr is not None

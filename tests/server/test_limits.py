@@ -114,6 +114,8 @@ def test_what_is_over_the_queue_is_told_when_to_come_again(tokenizer: Tokenizer)
         wait_until(lambda: server.post("/v1/completions", {**LONG, "max_tokens": 0})[0] == 400)  # there is room
         status, answer, _ = server.post("/v1/completions", {**LONG, "n": 2})
         assert status == 429, "two are more than the one that there is room for"
+        status, answer, _ = server.post("/v1/completions", {**LONG, "n": 4})
+        assert (status, answer["error"]["param"]) == (400, "n"), "there will never be room for so many"
         for client in clients[:2]:
             client.close()
         wait_until(lambda: server.post("/v1/completions", {**LONG, "n": 3, "max_tokens": 2})[0] == 200)
