@@ -1,5 +1,5 @@
-// Threads that wait for the next step, and barriers within one. A step is a chain of some hundred short phases, too short to
-// be handed out one by one.
+// Threads that wait for the next step, and what they share within one. A step is a chain of some hundred short phases, too
+// short to be handed out one by one.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -36,24 +36,26 @@ inline void await(Condition done) {
   }
 }
 
-class Barrier {
+// One of the short pieces of work that a step is made of: tasks that whoever is there takes in turn. Nobody waits for a thread
+// that has taken none, so one that has to wait for a core itself holds nobody up: it finds the phase done when it comes.
+class Phase {
  public:
-  void open(int threads) { threads_ = threads; }
-  void wait() {
-    if (threads_ == 1) return;
-    int turn = turn_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      turn_.store(turn + 1, std::memory_order_release);
-    } else {
-      await([&] { return turn_.load(std::memory_order_acquire) != turn; });
-    }
+  void reset() {
+    next_.store(0, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+  }
+  // Returns once work(i) is done for every i < count; all threads must give the same count.
+  template <class Work>
+  void share(int count, Work work) {
+    int mine = 0;
+    for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count; mine++) work(i);
+    if (mine) done_.fetch_add(mine, std::memory_order_release);
+    await([&] { return done_.load(std::memory_order_acquire) >= count; });
   }
 
  private:
-  int threads_ = 1;
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> turn_{0};
+  alignas(64) std::atomic<int> next_{0};
+  std::atomic<int> done_{0};
 };
 
 class Pool {
@@ -67,7 +69,8 @@ class Pool {
     wake_.notify_all();
     for (auto& thread : threads_) thread.join();
   }
-  // Runs work(i) for i < n, the caller among them, and returns once all are done.
+  // Runs work(0) here and work(i), i < n, on threads that come before it returns; all have returned when this does. Work is to
+  // be shared so that any of them can do all of it.
   void run(int n, const std::function<void(int)>& work) {
     if (n == 1) return work(0);
     grow(n - 1);
@@ -75,12 +78,15 @@ class Pool {
       std::lock_guard<std::mutex> held(mutex_);
       work_ = &work;
       wanted_ = n - 1;
-      running_.store((int)threads_.size());
       generation_.fetch_add(1);
     }
     wake_.notify_all();
     work(0);
-    await([&] { return running_.load(std::memory_order_acquire) == 0; });
+    {
+      std::lock_guard<std::mutex> held(mutex_);
+      work_ = nullptr;
+    }
+    await([&] { return helping_.load(std::memory_order_acquire) == 0; });
   }
 
  private:
@@ -100,16 +106,16 @@ class Pool {
         wake_.wait(held, [&] { return generation_.load() != seen; });
       }
       const std::function<void(int)>* work;
-      int wanted;
       {
         std::lock_guard<std::mutex> held(mutex_);
         if (ending_) return;
         seen = generation_.load();
-        work = work_;
-        wanted = wanted_;
+        work = mine < wanted_ ? work_ : nullptr;  // null, too, where all was done before this thread came
+        if (work) helping_.fetch_add(1);
       }
-      if (mine < wanted) (*work)(mine + 1);
-      running_.fetch_sub(1, std::memory_order_acq_rel);
+      if (!work) continue;
+      (*work)(mine + 1);
+      helping_.fetch_sub(1, std::memory_order_acq_rel);
     }
   }
 
@@ -117,7 +123,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<long> generation_{0};
-  std::atomic<int> running_{0};
+  std::atomic<int> helping_{0};
   const std::function<void(int)>* work_ = nullptr;
   int wanted_ = 0;
   bool ending_ = false;

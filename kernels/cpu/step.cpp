@@ -1,5 +1,5 @@
 // One new token for every sequence through all layers of a decoder: one call a step. Threads share the rows of every matrix
-// and the tokens of every sequence, and meet between the phases of a layer.
+// and the tokens of every sequence, phase by phase.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -38,8 +38,13 @@ struct Split {
   int64_t begin, end;
 };
 
+struct Cut {  // how a step's sequences are split for layers with the same window and groups
+  int window, groups;
+  std::vector<Split> splits;
+  std::vector<int> first;  // of each row and group, and the end
+};
+
 struct Me {  // one thread
-  int id;
   float* tile;
   int phase = 0;
 };
@@ -51,17 +56,15 @@ class Engine {
 
  private:
   void prepare(const Step& s);
-  void cut(const Layer& l, const Step& s);
+  const Cut& cut_for(const Layer& l, const Step& s);
   void layer(const Layer& l, int index, Step& s, Me& me);
   void attention_inputs(const Layer& l, int index, Step& s, int task);
-  void attention_output(const Layer& l, int row, int head, Me& me);
+  void attention_output(const Layer& l, const Cut& cut, int row, int head, Me& me);
 
-  // Threads take work(i), i < count, in turn, and then meet.
+  // work(i) for every i < count, by all threads.
   template <class Work>
   void each(Me& me, int count, Work work) {
-    std::atomic<int>& next = next_[me.phase++];
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-    barrier_.wait();
+    phases_[me.phase++].share(count, work);
   }
   // Of several matrices over the same input, OUTPUTS outputs at a time: put(which, row, output, value).
   template <class Put>
@@ -84,10 +87,9 @@ class Engine {
   }
 
   Pool pool_;
-  Barrier barrier_;
-  std::vector<std::atomic<int>> next_;
-  std::vector<Split> splits_;
-  std::vector<int> first_split_;  // of each row and group, and the end
+  std::vector<Phase> phases_;
+  std::vector<Cut> cuts_;
+  std::vector<const Cut*> cut_of_;  // each layer
   Floats normed_, q_, low_q_, kv_, absorbed_, heads_, inner_, partial_, mass_, tiles_;
   int64_t tile_floats_ = 0;
 };
@@ -98,17 +100,21 @@ int64_t value_width(const Layer& l) { return l.latent ? padded(l.rank) : padded(
 void Engine::prepare(const Step& s) {
   int64_t m = s.rows, q = 0, low = 0, kv = 0, absorbed = 0, heads = 0, partial = 0, mass = 0, tile = 0;
   auto more = [](int64_t& now, int64_t wanted) { now = wanted > now ? wanted : now; };
+  cuts_.clear();
+  cuts_.reserve(s.num_layers);
+  cut_of_.clear();
   for (int i = 0; i < s.num_layers; i++) {
     const Layer& l = s.layers[i];
-    cut(l, s);
+    cut_of_.push_back(&cut_for(l, s));
+    int64_t splits = (int64_t)cut_of_.back()->splits.size();
     int64_t each = l.latent ? l.heads : l.heads / l.kv_heads;
     more(q, m * l.heads * (l.nope + (l.latent ? l.rope : 0)));
     more(low, m * l.q_a.n);
     more(kv, m * (l.latent ? l.rank + l.rope : l.kv_heads * (l.nope + l.v_dim)));
     more(absorbed, m * l.heads * query_width(l));
     more(heads, m * l.heads * l.v_dim);
-    more(partial, (int64_t)splits_.size() * each * value_width(l));
-    more(mass, (int64_t)splits_.size() * each * 2);
+    more(partial, splits * each * value_width(l));
+    more(mass, splits * each * 2);
     int64_t first = padded(l.latent ? l.rank : l.nope), second = padded(l.latent ? l.rope : l.v_dim);
     // Room for rows of 32 channels, too (see attention_bf16.h).
     more(tile, TOKENS * 2 * (first + second + 2 * LANES) + each * (2 * TOKENS + query_width(l) + 2 * LANES) + LANES);
@@ -130,29 +136,28 @@ void Engine::prepare(const Step& s) {
 }
 
 // Which tokens of which sequence a task reads.
-void Engine::cut(const Layer& l, const Step& s) {
+const Cut& Engine::cut_for(const Layer& l, const Step& s) {
   int groups = l.latent ? 1 : l.kv_heads;
-  auto begin_of = [&](int row) {
-    int64_t end = s.positions[row] + 1;
-    return l.window && end > l.window ? end - l.window : 0;
-  };
-  splits_.clear();
-  first_split_.clear();
+  for (const Cut& cut : cuts_)
+    if (cut.window == l.window && cut.groups == groups) return cut;
+  cuts_.push_back({l.window, groups, {}, {}});
+  Cut& cut = cuts_.back();
   for (int row = 0; row < s.rows; row++) {
+    int64_t end = s.positions[row] + 1, begin = l.window && end > l.window ? end - l.window : 0;
     // By its own length alone: sums do not depend on what else runs, nor on the threads.
-    int64_t seen = s.positions[row] + 1 - begin_of(row);
+    int64_t seen = end - begin;
     int64_t size = std::max(std::min(seen / FEW_SPLITS + 1, ENOUGH_SPLIT), seen / MOST_SPLITS + 1);
     size = (std::max(size, LEAST_SPLIT) + PAGE - 1) / PAGE * PAGE;
     for (int group = 0; group < groups; group++) {
-      first_split_.push_back((int)splits_.size());
-      int64_t end = s.positions[row] + 1;
-      for (int64_t at = begin_of(row), next; at < end; at = next) {
+      cut.first.push_back((int)cut.splits.size());
+      for (int64_t at = begin, next; at < end; at = next) {
         next = std::min(at / PAGE * PAGE + size, end);
-        splits_.push_back({row, group, at, next});
+        cut.splits.push_back({row, group, at, next});
       }
     }
   }
-  first_split_.push_back((int)splits_.size());
+  cut.first.push_back((int)cut.splits.size());
+  return cut;
 }
 
 template <class W>
@@ -223,9 +228,9 @@ void Engine::attention_inputs(const Layer& l, int index, Step& s, int task) {
 }
 
 // One head's splits together, and back from the latent to the head's values.
-void Engine::attention_output(const Layer& l, int row, int head, Me& me) {
+void Engine::attention_output(const Layer& l, const Cut& cut, int row, int head, Me& me) {
   int groups = l.latent ? 1 : l.kv_heads, each = l.heads / groups, group = head / each, mine = head % each;
-  int first = first_split_[row * groups + group], end = first_split_[row * groups + group + 1];
+  int first = cut.first[row * groups + group], end = cut.first[row * groups + group + 1];
   int64_t wide = value_width(l);
   float most = -INFINITY, mass = 0;
   for (int i = first; i < end; i++) most = std::fmax(most, mass_.data[((int64_t)i * each + mine) * 2]);
@@ -259,7 +264,7 @@ void Engine::attention_output(const Layer& l, int row, int head, Me& me) {
 
 void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
   int m = s.rows, d = s.hidden;
-  if (me.id == 0) cut(l, s);
+  const Cut& cut = *cut_of_[index];
   each(me, m, [&](int row) { norm(l.before_attention, s.x + (int64_t)row * d, normed_.data + (int64_t)row * d, d); });
 
   int q_width = l.q.n, low = l.q_a.n;
@@ -285,8 +290,8 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
   each(me, m * (l.heads + 1), [&](int task) { attention_inputs(l, index, s, task); });
   int groups = l.latent ? 1 : l.kv_heads, heads = l.heads / groups;
   int64_t ldq = query_width(l), wide = value_width(l);
-  each(me, (int)splits_.size(), [&](int i) {
-    const Split& part = splits_[i];
+  each(me, (int)cut.splits.size(), [&](int i) {
+    const Split& part = cut.splits[i];
     Keys keys{&l.first, &l.second, part.row, l.latent ? 0 : (int64_t)part.group * l.nope, l.latent ? l.rank : l.nope,
               l.latent ? l.rope : l.v_dim, l.latent != 0};
     int64_t natural = TOKENS * (padded(keys.first_width) + padded(keys.second_width) + 2 * LANES);
@@ -307,7 +312,7 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
       mass_.data[((int64_t)i * heads + h) * 2 + 1] = masses[h];
     }
   });
-  each(me, m * l.heads, [&](int i) { attention_output(l, i / l.heads, i % l.heads, me); });
+  each(me, m * l.heads, [&](int i) { attention_output(l, cut, i / l.heads, i % l.heads, me); });
   auto add = [&](int, int row, int n, float value) { s.x[(int64_t)row * d + n] += value; };
   products(me, {&l.o}, heads_.data, l.o.k, m, add);
 
@@ -331,11 +336,10 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
 void Engine::step(Step& s) {
   s.failed = -1;
   prepare(s);
-  if ((int)next_.size() < s.num_layers * PHASES + 1) next_ = std::vector<std::atomic<int>>(s.num_layers * PHASES + 1);
-  for (auto& next : next_) next.store(0, std::memory_order_relaxed);
-  barrier_.open(s.threads);
+  if ((int)phases_.size() < s.num_layers * PHASES + 1) phases_ = std::vector<Phase>(s.num_layers * PHASES + 1);
+  for (Phase& phase : phases_) phase.reset();
   pool_.run(s.threads, [&](int id) {
-    Me me{id, tiles_.data + id * tile_floats_};
+    Me me{tiles_.data + id * tile_floats_};
     for (int i = 0; i < s.num_layers; i++) layer(s.layers[i], i, s, me);
     each(me, s.rows, [&](int row) { norm(s.last, s.x + (int64_t)row * s.hidden, s.x + (int64_t)row * s.hidden, s.hidden); });
   });
