@@ -310,3 +310,38 @@ def test_turns_of_a_conversation_add_up(mla: Any, monkeypatch: pytest.MonkeyPatc
     assert code == 0
     assert re.search(r"prompt tokens not read again\s+1,024", err)  # 512 in each turn but the first
     assert re.search(r"requests answered\s+3", err)
+
+
+def test_figures_of_a_server(model: str) -> None:
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    run = process(model, "--serve", ":0", "--metrics", ":0", "--watch", "--max-batch", "2")
+    try:
+        figures = read_until(run, r"metrics at (http://\S+/metrics)")[1]
+        name, address = read_until(run, r"serving (\S+) at (http://\S+)/v1").groups()
+
+        def now() -> Samples:
+            with urllib.request.urlopen(figures, timeout=10) as answer:
+                return samples(answer.read().decode())
+
+        def ask(**body: Any) -> Any:
+            data = json.dumps({"model": name, "prompt": "hello", "temperature": 0, **body}).encode()
+            request = urllib.request.Request(f"{address}/v1/completions", data, {"content-type": "application/json"})
+            return urllib.request.urlopen(request, timeout=60)
+
+        with ask(max_tokens=5) as answer:
+            tokens = json.load(answer)["usage"]["completion_tokens"]
+        found = now()
+        assert found["mla_requests_total", ("completed",)] == 1
+        assert found["mla_generated_tokens_total", ()] == tokens
+        # One that goes away in the middle of its answer leaves nothing that seems to run.
+        with ask(max_tokens=2000, stream=True) as answer:
+            assert answer.readline()
+        until = time.monotonic() + 60
+        while (found := now())["mla_requests_running", ()] and time.monotonic() < until:
+            time.sleep(0.1)
+        assert found["mla_requests_running", ()] == found["mla_cache_pages", ("used",)] == 0
+    finally:
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=60)
+    assert b"Traceback" not in err
