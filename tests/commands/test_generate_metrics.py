@@ -115,7 +115,7 @@ def read_until(run: Any, pattern: str) -> re.Match[str]:
     raise AssertionError(f"nothing said {pattern}")
 
 
-@pytest.mark.parametrize("address", [":0", "127.0.0.1:0", "localhost:0"])
+@pytest.mark.parametrize("address", [":0", "localhost:0"])
 def test_figures_are_served_while_it_runs(model: str, tmp_path: Path, address: str) -> None:
     prompts = prompt_file(tmp_path, *[{"prompt": str(i), **LONG} for i in range(300)])
     run = process(model, "--prompts", prompts, "--out", str(tmp_path / "out.jsonl"), "--metrics", address)
