@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from mla_cli.calibration.card import with_cache
 from mla_cli.calibration.rotate_model import turned_file_tensors
 from mla_cli.calibration.variants import Turns
 from mla_cli.checkpoint.engine_scales import KEY as ENGINE_KEY
@@ -25,8 +26,8 @@ from mla_cli.errors import MlaError, OutputError
 from mla_cli.report.page import PAGE, PICTURE, report_page, report_plot
 
 CONFIG, REPORT, REPORT_KEY = "config.json", "mla_report.json", "calibration_kv"
-# Other files that a checkpoint of ours has, and that a copy keeps.
-_OWN_FILES = ("README.md", "generate.py")
+MODEL_CARD = "README.md"
+_OWN_FILES = (MODEL_CARD, "generate.py")  # that a checkpoint of ours has, and that a copy keeps
 
 
 def check_target(model: ModelSource, out: Path | None, *, force: bool) -> None:
@@ -76,7 +77,7 @@ def write_calibration(
     folder = model.source.folder
     full = {**stored_report(folder), REPORT_KEY: report}
     config = {**scales.config, KEY: stored_scheme(scheme)}
-    files = {REPORT: _json(full), **_shown(full), CONFIG: _json(config)}
+    files = {REPORT: _json(full), **_shown(full), **_card(folder, report), CONFIG: _json(config)}
     stale = stale_engine_scales(model.source.tensors.infos.keys(), scales)
     if out is None:
         turned = {} if turns is None else _turned(model, turns)
@@ -138,7 +139,7 @@ def _write_copy(
         for file in model.source.companion_files():
             writer.copy(file)
         for name in _OWN_FILES:
-            if (folder / name).is_file():
+            if name not in files and (folder / name).is_file():
                 writer.copy(folder / name)
         for name, data in files.items():
             writer.write_bytes(name, data)
@@ -152,6 +153,15 @@ def _shown(report: dict[str, Any]) -> dict[str, bytes]:
     except MlaError as error:  # the page has the same plots
         note(f"no {PICTURE}: {error.what}")
     return files
+
+
+def _card(folder: Path, report: dict[str, Any]) -> dict[str, bytes]:
+    """The model card with what was found; none where there is none, or where it is no text."""
+    try:
+        card = (folder / MODEL_CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {MODEL_CARD: with_cache(card, report).encode()}
 
 
 def stored_report(folder: Path) -> dict[str, Any]:

@@ -153,13 +153,16 @@ def summary(report: dict[str, Any]) -> str:
             f"{layer['layer']:>5} {layer['dtype']:>9} {layer['amax']:>9.4g} {_range(layer):>9} {layer['clipped_share']:>8.2%} "
             f"{layer['latent_error']:>8.2%} {layer['attention_error']:>9.2%}"
         )
+    from mla_cli.calibration.card import cached_as, perplexity_text
+
     held, size, text = report["heldout"], report["bytes_per_token"], report["calibration"]
     saved = size["unquantised"] / size["quantised"]
-    lines.append(f"{report['checkpoint']}: {_cached(report)}, rotary keys in {report['rope_dtype']}")
+    plain, cached = perplexity_text(held["ppl_unquantised"]), perplexity_text(held["ppl_quantised"])
+    lines.append(f"{report['checkpoint']}: {cached_as(report)}, rotary keys in {report['rope_dtype']}")
     lines += _compared(report)
     lines += [
         f"  cache        {size['quantised']:,} bytes a token instead of {size['unquantised']:,} ({saved:.3g} times fewer)",
-        f"  perplexity   {_number(held['ppl_unquantised'])} unquantised, {_number(held['ppl_quantised'])} cached so "
+        f"  perplexity   {plain} unquantised, {cached} cached so "
         f"({held['ppl_change_percent']:+.2f} %), on {held['tokens']:,} held-out tokens",
         f"  KL           {held['kl']:.5f} nats a token",
     ]
@@ -189,14 +192,6 @@ def _range(layer: dict[str, Any]) -> str:
     return f"{clip:.4g}" if isinstance(clip, float | int) else "by group"
 
 
-def _cached(report: dict[str, Any]) -> str:
-    part = "" if report["strength"] == 1 else f"the first {report['strength']:.1%} of the "
-    if report["kv_dtype"] == "bf16":
-        return f"{part}latents as they are"
-    turned = "" if report["rotation"]["kind"] == "none" else f", turned ({report['rotation']['kind']})"
-    return f"{part}latents in {report['kv_dtype']}, {_GRANULARITY[report['scales']]}{turned}"
-
-
 def _compared(report: dict[str, Any]) -> list[str]:
     """What was measured to choose."""
     measured = (report["budget"] or {}).get("candidates") or report["rotation"]["measured"]
@@ -207,10 +202,3 @@ def _compared(report: dict[str, Any]) -> list[str]:
         f"    {one['kv_dtype']:>4} {one['rotation']:>9} {one['strength']:>7.1%} {one['bytes_per_token']:>9,} {one['kl']:>9.5f}"
         for one in measured
     ]
-
-
-_GRANULARITY = {"token": "a range for each token", "page": "a range for each page of 16", "static": "one range a layer"}
-
-
-def _number(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.4g}"

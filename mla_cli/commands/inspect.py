@@ -90,7 +90,9 @@ def _standard(model: ModelSource, element: int) -> dict[str, Any]:
 def _latent(model: ModelSource) -> dict[str, Any]:
     import json
 
-    from mla_cli.checkpoint.kv_cache import KEY, read_scheme
+    from mla_cli.calibration.cache_sizes import bytes_per_token
+    from mla_cli.calibration.variants import narrowed_spec
+    from mla_cli.checkpoint.kv_cache import KEY, cache_plan
     from mla_cli.errors import InputError
     from mla_cli.model.spec import LatentAttentionSpec
 
@@ -103,8 +105,11 @@ def _latent(model: ModelSource) -> dict[str, Any]:
     ]
     found: dict[str, Any] = {"latent_layers": layers, "kv_cache": None}
     try:
-        if read_scheme(model.source.config, model.spec) is not None:
+        plan = cache_plan(model.source.config, model.spec, "auto")
+        if plan.scheme is not None:
+            spec = narrowed_spec(model.spec, plan.strength)
             found["kv_cache"] = model.source.config[KEY]
+            found["kv_cache_bytes_per_token"] = bytes_per_token(model, spec, plan.quantizers)
     except InputError as unsound:
         found["notes"] = [*model.notes, str(unsound)]
     report = model.source.folder / "mla_report.json"
@@ -152,7 +157,7 @@ def _latent_lines(facts: dict[str, Any]) -> list[str]:
     normed = sum("norm_eps" in layer for layer in facts["latent_layers"])
     lines += [f"  norm         on the latent of {normed} layers"] if normed else []
     scheme = facts["kv_cache"]
-    lines.append(f"  calibrated   {scheme['dtype']}, {scheme['granularity']} scales" if scheme else "  calibrated   no")
+    lines.append(f"  calibrated   {_calibrated(facts) if scheme else 'no'}")
     made = facts.get("conversion")
     if made:
         lines.append(f"  made from    {made.get('source')}, ratio {_number(made.get('ratio'), '.3g')}")
@@ -163,6 +168,18 @@ def _latent_lines(facts: dict[str, Any]) -> list[str]:
             split, narrow = _number(errors.get("rope_split_error")), _number(errors.get("factorization_error"))
             lines.append(f"  {index:5}        {split}  {narrow}")
     return lines
+
+
+def _calibrated(facts: dict[str, Any]) -> str:
+    scheme = facts["kv_cache"]
+    wide = sum(layer["dtype"] == "bf16" for layer in scheme["layers"])
+    parts = [
+        f"{facts['kv_cache_bytes_per_token']:,} bytes a token: {scheme['dtype']}, {scheme['granularity']} scales",
+        f"the first {scheme['strength']:.0%} of each latent" if scheme.get("strength", 1) < 1 else "",
+        f"turned ({scheme['rotation']})" if scheme.get("rotation", "none") != "none" else "",
+        f"{wide} of {len(scheme['layers'])} layers in bfloat16" if wide else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _number(value: Any, style: str = ".3f") -> str:

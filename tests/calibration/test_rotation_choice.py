@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_cli.app import main
 from mla_cli.calibration.calibrate import calibrate
 from mla_cli.checkpoint.kv_cache import KEY, cache_plan
 from mla_cli.checkpoint.load import load_decoder, open_model
@@ -106,6 +107,21 @@ def test_a_copy_is_what_would_have_been_written_in_place(checkpoint: Path, tmp_p
     ours, theirs = (open_model(str(folder)).source.tensors for folder in (checkpoint, tmp_path / "one"))
     assert set(ours.infos) == set(theirs.infos)
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs.infos)
+
+
+def test_the_card_and_inspect_say_how_latents_are_cached(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = (checkpoint / "README.md").read_text()
+    for dtype, said in (("int8", "latents in int8, a range for each token"), ("int4", "turned (hadamard)")):
+        report = calibrate(str(checkpoint), None, options(checkpoint, kv_dtype=dtype, rotation="hadamard"), CPU)
+        card = (checkpoint / "README.md").read_text()
+        size = f"{report['bytes_per_token']['quantised']:,} bytes a token"
+        assert card.startswith(first.rstrip())
+        assert card.count("## Quantised cache") == 1
+        assert said in card
+        assert size in card
+        capsys.readouterr()
+        assert main(["inspect", str(checkpoint)]) == 0
+        assert f"calibrated   {size}: {dtype}, token scales, turned (hadamard)" in capsys.readouterr().out
 
 
 def test_what_is_turned_is_not_turned_again(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
