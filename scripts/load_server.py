@@ -80,6 +80,7 @@ async def measure(url: str, model: str, clients: int, new_tokens: int, again: in
         alone, together = await listen(client, requests[number]), found[number]
         if isinstance(together, Heard) and (alone.text, alone.tokens) != (together.text, together.tokens):
             wrong.append(f"client {number}: another text among the others than alone")
+    await client.close()
     print(f"  asked again alone: {len(range(0, clients, max(1, clients // again)))}")
     return wrong
 

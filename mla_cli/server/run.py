@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +107,16 @@ class Server(uvicorn.Server):
         """Begin to listen."""
         await super().startup(sockets)
         self._say_started(self.stop)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A signal that is ignored stays so: a script's background job is not to end by Ctrl-C."""
+        main = threading.current_thread() is threading.main_thread()
+        ignored = [s for s in (signal.SIGINT, signal.SIGTERM) if main and signal.getsignal(s) == signal.SIG_IGN]
+        with super().capture_signals():
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+            yield
 
     def stop(self) -> None:
         """End, as a signal would have it."""

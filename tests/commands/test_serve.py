@@ -48,6 +48,16 @@ def serving(model: str, *more: str, **environment: str) -> Iterator[tuple[subpro
         process.wait()
 
 
+@contextmanager
+def ignoring_interrupts() -> Iterator[None]:
+    """What is started meanwhile ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def ask(url: str, body: dict[str, Any], **headers: str) -> Iterator[bytes]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json", **headers}
@@ -149,6 +159,15 @@ def test_the_answer_is_that_of_the_command(model: str, capfd: pytest.CaptureFixt
         assert process.wait(10) == 130
         assert process.stderr is not None
         assert process.stderr.read() == "mla: interrupted\n"
+
+
+def test_a_signal_that_is_ignored_stays_so(model: str) -> None:
+    """As in the background of a script, where Ctrl-C is for who is in front."""
+    with ignoring_interrupts(), serving(model) as (process, url):
+        process.send_signal(signal.SIGINT)
+        assert next(ask(url, {"model": "tiny", "prompt": "Once", "max_tokens": 2}))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143
 
 
 def test_an_end_in_the_middle_of_answers_is_told_to_the_client(model: str) -> None:

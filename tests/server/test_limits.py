@@ -304,7 +304,8 @@ def test_requests_that_come_together_are_each_answered_as_alone(model: Path, ser
         return text, tokens
 
     async def all_of_them() -> list[tuple[str, int]]:
-        return await asyncio.gather(*(one(i) for i in range(count)))
+        async with client:
+            return await asyncio.gather(*(one(i) for i in range(count)))
 
     found = asyncio.run(all_of_them())
     for i in range(0, count, 9):
