@@ -6,6 +6,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 WINDOW = 1 << 16  # durations that are kept: half a megabyte
 
 
@@ -41,5 +43,8 @@ class Times:
 
     def quantile(self, share: float) -> float | None:
         """The smallest of the latest that at least `share` of them do not exceed; None of none."""
-        ordered = sorted(self._latest[:])
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+        values = np.array(self._latest)
+        if not len(values):
+            return None
+        rank = min(int(share * len(values)), len(values) - 1)
+        return float(np.partition(values, rank)[rank])

@@ -188,3 +188,18 @@ def test_a_reader_of_the_results_that_stops_ends_the_run_quietly(work: tuple[str
     assert run.wait(timeout=60) == 141
     assert b"Traceback" not in err
     assert all(b"prompts.jsonl:" in line for line in err.splitlines())  # of lines that cannot be answered
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.999, 1.0])
+def test_a_journal_that_ends_anywhere_is_gone_on_with(
+    work: tuple[str, str, bytes], broken_off: Path, tmp_path: Path, place: float
+) -> None:
+    model, prompts, expected = work
+    whole = left(broken_off).read_bytes()
+    header = whole.index(b"\n") + 1
+    out = tmp_path / "out.jsonl"
+    left(out).write_bytes(whole[: header + round(place * (len(whole) - header))])
+    arguments = ["generate", model, "--prompts", prompts, "--out", str(out), *OPTIONS, "--resume"]
+    assert main(arguments, commands=(Command("generate", generate),)) == 1
+    assert out.read_bytes() == expected
+    assert not left(out).exists()
