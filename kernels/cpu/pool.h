@@ -1,9 +1,13 @@
 // Threads that wait for the next step, and what they share within one. A step is a chain of some hundred short phases, too
 // short to be handed out one by one.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -128,5 +132,37 @@ class Pool {
   int wanted_ = 0;
   bool ending_ = false;
 };
+
+// Numbers to work with: aligned; grows, and keeps what it has.
+template <class T>
+class Room {
+ public:
+  ~Room() { free(data); }
+  T* room(int64_t wanted) {
+    if (wanted > size_) {
+      free(data);
+      size_ = wanted;
+      data = (T*)aligned_alloc(64, (size_ * sizeof(T) + 63) / 64 * 64);
+    }
+    return data;
+  }
+  T* data = nullptr;
+
+ private:
+  int64_t size_ = 0;
+};
+
+// The one that this process has. A child has none of its parent's threads, and gets its own; the parent's, whose threads are not
+// here to be ended, stays as it is.
+template <class T>
+T& of_this_process() {
+  static T* held = nullptr;
+  static pid_t owner = 0;
+  if (owner != getpid()) {
+    held = new T();
+    owner = getpid();
+  }
+  return *held;
+}
 
 }  // namespace mla

@@ -1,29 +1,12 @@
 // Attention of prompts: keys and values are arranged once, head by head, then threads take blocks of queries.
 #include "prompt.h"
 
-#include <unistd.h>
-
-#include <cstdlib>
-
 #include "pool.h"
 
 namespace mla {
 namespace {
 
 constexpr int64_t MOST_ARRANGED = 64 << 20;  // bytes of keys and values that lie arranged at a time
-
-struct Room {  // aligned; grows, and keeps what it has
-  char* data = nullptr;
-  int64_t size = 0;
-  char* of(int64_t wanted) {
-    if (wanted > size) {
-      free(data);
-      size = (wanted + 63) / 64 * 64;
-      data = (char*)aligned_alloc(64, size);
-    }
-    return data;
-  }
-};
 
 // PyTorch's own threads, if its OpenMP has been found: they spin for a while after each of its products, and threads of ours
 // would have to wait for a core until they rest.
@@ -33,7 +16,7 @@ Parallel parallel = nullptr;
 struct Workshop {
   std::mutex busy;
   Pool pool;
-  Room arranged, trays;
+  Room<char> arranged, trays;
 };
 
 template <class Work>
@@ -46,21 +29,10 @@ void together(Workshop& shop, int threads, Work work) {
   parallel([](void* at) { (*((Shared*)at)->work)(((Shared*)at)->next.fetch_add(1)); }, &shared, threads, 0);
 }
 
-// A child process has none of its parent's threads: it gets a workshop of its own.
-Workshop& workshop() {
-  static Workshop* held = nullptr;
-  static pid_t owner = 0;
-  if (owner != getpid()) {
-    held = new Workshop();
-    owner = getpid();
-  }
-  return *held;
-}
-
 template <class Op, class T>
 void attend_prompt(const Prompt& p) {
   typedef typename Op::unit unit;
-  Workshop& shop = workshop();
+  Workshop& shop = of_this_process<Workshop>();
   std::lock_guard<std::mutex> held(shop.busy);
   int64_t blocks = (p.keys + KEYS - 1) / KEYS, room = blocks * KEYS;
   int64_t units = paired(p.own) / Op::PER, shared = paired(p.shared) / Op::PER, wide = paired(p.v_dim);
@@ -68,8 +40,8 @@ void attend_prompt(const Prompt& p) {
   int64_t tray = QUERIES * (units + shared + wide + LANES) + TOGETHER * 2 * KEYS;
   int groups = (int)(MOST_ARRANGED / sizeof(unit) / of_head);
   groups = groups < 1 ? 1 : groups > p.kv_heads ? p.kv_heads : groups;
-  unit* arranged = (unit*)shop.arranged.of((of_all + groups * of_head) * sizeof(unit));
-  unit* trays = (unit*)shop.trays.of(tray * sizeof(unit) * p.threads);
+  unit* arranged = (unit*)shop.arranged.room((of_all + groups * of_head) * sizeof(unit));
+  unit* trays = (unit*)shop.trays.room(tray * sizeof(unit) * p.threads);
   int each = p.heads / p.kv_heads, parts = (p.tokens + QUERIES - 1) / QUERIES;
   auto of_group = [&](int g) {
     unit* at = arranged + of_all + g * of_head;

@@ -1,9 +1,5 @@
 // One new token for every sequence through all layers of a decoder: one call a step. Threads share the rows of every matrix
 // and the tokens of every sequence, phase by phase.
-#include <unistd.h>
-
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "attention_int8.h"
@@ -20,18 +16,6 @@ constexpr int OUTPUTS = 32;           // of a matrix, that a thread takes at a t
 constexpr int64_t LEAST_SPLIT = 256, ENOUGH_SPLIT = 1024;
 constexpr int FEW_SPLITS = 4, MOST_SPLITS = 16;
 constexpr int PHASES = 12;            // of a layer, at most
-
-struct Floats {  // aligned; grows, and keeps what it has
-  float* data = nullptr;
-  int64_t size = 0;
-  ~Floats() { free(data); }
-  void room(int64_t wanted) {
-    if (wanted <= size) return;
-    free(data);
-    size = wanted;
-    data = (float*)aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64);
-  }
-};
 
 struct Split {
   int row, group;
@@ -90,7 +74,7 @@ class Engine {
   std::vector<Phase> phases_;
   std::vector<Cut> cuts_;
   std::vector<const Cut*> cut_of_;  // each layer
-  Floats normed_, q_, low_q_, kv_, absorbed_, heads_, inner_, partial_, mass_, tiles_;
+  Room<float> normed_, q_, low_q_, kv_, absorbed_, heads_, inner_, partial_, mass_, tiles_;
   int64_t tile_floats_ = 0;
 };
 
@@ -356,17 +340,6 @@ void Engine::linear(const Linear& l, const float* x, int rows, float* out, int t
   });
 }
 
-// A child process has none of its parent's threads: it gets an engine of its own.
-Engine& engine() {
-  static Engine* held = nullptr;
-  static pid_t owner = 0;
-  if (owner != getpid()) {
-    held = new Engine();  // the parent's stays as it is: its threads are not here to be ended
-    owner = getpid();
-  }
-  return *held;
-}
-
 }  // namespace
 }  // namespace mla
 
@@ -374,9 +347,9 @@ extern "C" {
 int64_t mla_prompt_size();  // see prompt.cpp
 
 int mla_version() { return 3; }
-void mla_step(mla::Step* step) { mla::engine().step(*step); }
+void mla_step(mla::Step* step) { mla::of_this_process<mla::Engine>().step(*step); }
 void mla_linear(const mla::Linear* l, const float* x, int rows, float* out, int threads) {
-  mla::engine().linear(*l, x, rows, out, threads);
+  mla::of_this_process<mla::Engine>().linear(*l, x, rows, out, threads);
 }
 void mla_sizes(int64_t* out) {  // so that a mirror of these structures that has slipped is noticed
   out[0] = sizeof(mla::Linear);

@@ -17,7 +17,7 @@ from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.console import note, progress_bar, warn
 from mla_cli.errors import MlaError, UsageError, is_out_of_memory
 from mla_cli.kernels.quantized import normalize_dtype
-from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run
+from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run, steps_are_fast
 from mla_cli.runtime.statistics import peak_rss_bytes
 from mla_cli.runtime.triton_kernels import add_triton
 
@@ -219,9 +219,7 @@ def _our_engine(
         _tell(notes, f"{name}: {text}")
     if device.type == "cpu":
         slow = add_fast_step(decoder)
-        if decoder.fast_step is not None and not decoder.fast_step.takes(
-            decoder.make_cache(1, 1, plan.quantizers, stored)
-        ):
+        if not steps_are_fast(decoder, plan.quantizers, stored):
             slow = "they do not read a cache of this kind"
         if slow is not None:
             _tell(notes, f"{name} runs without the compiled CPU kernels: {slow}")

@@ -14,7 +14,7 @@ from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
 from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.int8_weights import weight_bytes
 from mla_cli.runtime.live_range import StaticRanges
-from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run
+from mla_cli.runtime.loading import add_fast_step, computing_dtype, load_to_run, plan_to_run, steps_are_fast
 from mla_cli.runtime.triton_kernels import add_triton, check_triton
 
 
@@ -79,12 +79,13 @@ def open_engine(
     from_triton = add_triton(decoder, plan.quantizers, backend)
     on_cpu = device.type == "cpu" and backend != "reference" and not decoder.kernels
     slow = add_fast_step(decoder) if on_cpu else None
+    cache_dtype = torch.bfloat16 if wanted == "bf16" else None
     generator = Generator(
         decoder,
         tokenizer,
         quantizers=plan.quantizers,
         ranges=StaticRanges.of(plan.scheme),
-        cache_dtype=torch.bfloat16 if wanted == "bf16" else None,
+        cache_dtype=cache_dtype,
         max_batch=max_batch,
         max_context=max_context,
         pool_tokens=pool_tokens,
@@ -93,6 +94,11 @@ def open_engine(
     notes = [*model.notes, _how(device, chosen, stored, decoder), *from_triton]
     if slow is not None:
         notes.append(f"without the compiled CPU kernels, which are several times faster: {slow}")
+    elif not steps_are_fast(decoder, plan.quantizers, cache_dtype):
+        notes.append(
+            "the compiled CPU kernels read latents in bf16, int8 or fp8 with a range for each token; PyTorch computes steps on "
+            "this cache, several times slower (`mla calibrate --scales token`)"
+        )
     if weights == "int8":
         notes.append(f"projections in int8: {weight_bytes(decoder) / 2**20:,.0f} MiB of weights in memory")
     if plan.strength < 1:

@@ -11,7 +11,7 @@ from mla_cli.checkpoint.latent_strength import check_latent_strength, narrowed_l
 from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
 from mla_cli.console import note
 from mla_cli.kernels.cpu.build import load_library
-from mla_cli.kernels.quantized import normalize_dtype
+from mla_cli.kernels.quantized import LatentQuantizer, normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.kept_linear import keep_linears, keep_tables
 from mla_cli.runtime.cpu_step import CpuStep, why_not
@@ -88,3 +88,10 @@ def add_fast_step(decoder: Decoder) -> str | None:
         return library
     decoder.fast_step = CpuStep(decoder, library)
     return None
+
+
+def steps_are_fast(
+    decoder: Decoder, quantizers: tuple[LatentQuantizer | None, ...] | None, dtype: torch.dtype | None
+) -> bool:
+    """Whether a decoder's compiled steps, where it has them, read such a cache (see `Decoder.make_cache`)."""
+    return decoder.fast_step is None or decoder.fast_step.takes(decoder.make_cache(1, 1, quantizers, dtype))
