@@ -62,7 +62,7 @@ def ask(url: str, body: dict[str, Any], **headers: str) -> Iterator[bytes]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json", **headers}
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         yield from answer
 
 
@@ -147,16 +147,16 @@ def test_the_answer_is_that_of_the_command(model: str, capfd: pytest.CaptureFixt
         answer = json.loads(next(ask(url, body, authorization="Bearer secret")))
         assert answer["choices"][0]["text"] == expected
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"{url}/metrics", timeout=30)
+            urllib.request.urlopen(f"{url}/metrics", timeout=60)
         asked = urllib.request.Request(f"{url}/metrics", headers={"authorization": "Bearer secret"})
-        with urllib.request.urlopen(asked, timeout=30) as metrics:
+        with urllib.request.urlopen(asked, timeout=60) as metrics:
             assert metrics.headers["content-type"].startswith("text/plain; version=")
             said = metrics.read().decode()
         assert 'mla_requests_total{outcome="completed"} 1.0' in said
         assert "mla_generated_tokens_total 12.0" in said
         assert "mla_requests_running 0.0" in said
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
         assert process.stderr is not None
         assert process.stderr.read() == "mla: interrupted\n"
 
@@ -167,7 +167,7 @@ def test_a_signal_that_is_ignored_stays_so(model: str) -> None:
         process.send_signal(signal.SIGINT)
         assert next(ask(url, {"model": "tiny", "prompt": "Once", "max_tokens": 2}))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 143
+        assert process.wait(60) == 143
 
 
 def test_an_end_in_the_middle_of_answers_is_told_to_the_client(model: str) -> None:
@@ -177,7 +177,7 @@ def test_an_end_in_the_middle_of_answers_is_told_to_the_client(model: str) -> No
         assert next(lines).startswith(b"data: {")
         process.send_signal(signal.SIGTERM)
         heard = list(lines)
-        assert process.wait(10) == 143
+        assert process.wait(60) == 143
         assert any(b"shutting down" in line for line in heard)
         assert not any(b"[DONE]" in line for line in heard)
         assert process.stderr is not None

@@ -63,12 +63,12 @@ class Running:
         """Pages that requests hold (those that are kept for others aside)."""
         return self.generator._pool.used - self.generator._pool.kept
 
-    def wait_idle(self, seconds: float = 20.0) -> None:
+    def wait_idle(self, seconds: float = 60.0) -> None:
         """Until nothing runs."""
         wait_until(lambda: self.pages_in_use() == 0, seconds)
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     """Until something is so."""
     end = time.monotonic() + seconds
     while not true():
@@ -104,10 +104,10 @@ def running(
     port = place.getsockname()[1]
     thread = threading.Thread(target=run, args=([place],))
     thread.start()
-    assert ready.wait(20), faults
+    assert ready.wait(60), faults
     try:
         yield Running(port, generator, found[0], faults)
     finally:
         found[0]()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "the server does not end"
