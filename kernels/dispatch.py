@@ -66,9 +66,15 @@ def choose(name: BackendName, device: torch.device | str, layout: PageLayout, he
     return Backend("cpu", paged.decode, paged.prefill, paged.merge, paged.write)
 
 
-def triton_or_why_not(device: torch.device, layout: PageLayout, heads: int) -> Backend | str:
-    """Triton's kernels, tried on a tiny input; what is wrong with them here, if anything is."""
-    failure = _failure(device, layout, heads)
+def triton_or_why_not(
+    device: torch.device,
+    layout: PageLayout,
+    heads: int,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Backend | str:
+    """Triton's kernels, tried on a tiny input (see `self_check`); what is wrong with them here, if anything is."""
+    failure = _failure(device, layout, heads, window, softcap)
     return _triton() if failure is None else failure
 
 
@@ -80,10 +86,12 @@ def _triton() -> Backend:
 
 
 @cache
-def _failure(device: torch.device, layout: PageLayout, heads: int) -> str | None:
+def _failure(
+    device: torch.device, layout: PageLayout, heads: int, window: int | None, softcap: float | None
+) -> str | None:
     """What is wrong with Triton's kernels here; None: nothing."""
     try:
-        worst = self_check(_triton(), device, layout, heads)
+        worst = self_check(_triton(), device, layout, heads, window, softcap)
     except Exception as error:  # whatever a compiler or a driver raises, there is another way to run
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -91,12 +99,25 @@ def _failure(device: torch.device, layout: PageLayout, heads: int) -> str | None
     return None if worst <= TOLERANCE else f"results differ from the formula by {worst:.2g} of the largest"
 
 
-def self_check(backend: Backend, device: torch.device, layout: PageLayout, heads: int) -> float:
-    """Write two short sequences and attend to them: the largest difference to the formula, relative to the largest output."""
+def self_check(
+    backend: Backend,
+    device: torch.device,
+    layout: PageLayout,
+    heads: int,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> float:
+    """Write two short sequences and attend to them: the largest difference to the formula, relative to the largest output.
+
+    Every form that a model's steps take is run, since each is compiled for itself: one query, several, a prompt.
+
+    Args:
+        window, softcap: of the layers; a window is narrowed to what these sequences show.
+    """
     g = torch.Generator().manual_seed(0)
     r, d, lengths = layout.kv_lora_rank, layout.qk_rope_head_dim, [37, 2]
     latent, k_rope = torch.randn(39, r, generator=g), torch.randn(39, d, generator=g)
-    q = torch.randn(2, 2, heads, r + d, generator=g).to(device, torch.bfloat16)
+    q = torch.randn(39, heads, r + d, generator=g).to(device, torch.bfloat16)
     table = torch.tensor([[2, 0, 4], [3, 0, 0]], dtype=torch.int32, device=device)
     place = torch.arange(37)
     slots = torch.cat(((table.cpu()[0].long()[place // 16] * 16 + place % 16), 3 * 16 + torch.arange(2)))
@@ -105,20 +126,28 @@ def self_check(backend: Backend, device: torch.device, layout: PageLayout, heads
     rope = k_rope.to(device, torch.bfloat16) if d else None
     backend.write(latent.to(device, torch.bfloat16), rope, None, None, slots.to(device), pool, layout, flag)
     sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
-    scale = (r + d) ** -0.5
-    expected, _ = paged.decode_reference(q.cpu(), pool.cpu(), layout, table.cpu(), sizes.cpu(), scale)
     stored, _ = gather(pool.cpu(), layout, table.cpu(), sizes.cpu())
     coarse = {"bf16": 0.01, "int8": 0.02, "fp8": 0.05, "int4": 0.2}[layout.dtype]
     written = float((stored[0, :37] - latent[:37].bfloat16().float()).abs().max() / latent.abs().max())
-    found, _ = backend.decode(q, pool, layout, table, sizes, scale, num_splits=2)
-    cu_seqlens = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
-    again, _ = backend.prefill(q.flatten(0, 1), cu_seqlens, pool, layout, table, sizes, scale, max_queries=2)
-    differences = [
-        (x.cpu().double().view_as(expected) - expected).abs().max() / expected.abs().max() for x in (found, again)
-    ]
     if written > coarse or int(flag):
         return float("inf")
-    return max(float(x) if x == x else float("inf") for x in differences)
+    limits: dict[str, Any] = {"window": None if window is None else min(window, 20), "softcap": softcap}
+    cache, there = (pool, layout, table, sizes, (r + d) ** -0.5), (pool.cpu(), layout, table.cpu(), sizes.cpu())
+    cu_seqlens = torch.tensor([0, 37, 39], dtype=torch.int32, device=device)
+    whole, _ = paged.prefill_reference(q.cpu(), cu_seqlens.cpu(), *there, cache[-1], **limits)
+    found, _ = backend.prefill(q, cu_seqlens, *cache, max_queries=37, **limits)
+    differences = [_difference(found, whole)]
+    for queries in (1, 2):
+        last = [token for end in (37, 39) for token in range(end - queries, end)]
+        found, _ = backend.decode(q[last].view(2, queries, heads, r + d), *cache, num_splits=2, **limits)
+        differences.append(_difference(found.flatten(0, 1), whole[last]))
+    return max(differences)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Largest error, relative to the largest number; infinite for NaN."""
+    error = float((found.cpu().double() - expected).abs().max() / expected.abs().max())
+    return error if error == error else float("inf")
 
 
 @cache

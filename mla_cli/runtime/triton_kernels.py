@@ -14,6 +14,7 @@ from mla_cli.kernels.launch import interpreted
 from mla_cli.kernels.quantized import LatentQuantizer
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.latent_pages import page_layout
+from mla_cli.model.spec import AttentionSpec
 
 
 def check_triton(backend: str, device: torch.device) -> None:
@@ -56,8 +57,7 @@ def add_triton(decoder: Decoder, quantizers: Sequence[LatentQuantizer | None] | 
     reasons: dict[str, list[int]] = defaultdict(list)
     each = quantizers or [None] * decoder.spec.num_layers
     for layer, (attention, quantizer) in enumerate(zip(decoder.spec.attention, each, strict=True)):
-        layout = page_layout(attention, quantizer)
-        kernels = f"it {layout}" if isinstance(layout, str) else triton_or_why_not(device, layout, attention.num_heads)
+        kernels = _kernels_for(attention, quantizer, device)
         if isinstance(kernels, str):
             reasons[kernels].append(layer)
         found.append(None if isinstance(kernels, str) else kernels)
@@ -67,6 +67,13 @@ def add_triton(decoder: Decoder, quantizers: Sequence[LatentQuantizer | None] | 
     if any(found) and decoder.dtype != torch.bfloat16:
         notes.append("Triton's kernels compute in bfloat16; unquantised latents are cached in it, too")
     return notes
+
+
+def _kernels_for(attention: AttentionSpec, quantizer: LatentQuantizer | None, device: torch.device) -> Backend | str:
+    layout = page_layout(attention, quantizer)
+    if isinstance(layout, str):
+        return f"it {layout}"
+    return triton_or_why_not(device, layout, attention.num_heads, attention.window, attention.softcap)
 
 
 def _told(layers: Sequence[int], why: str, count: int) -> str:

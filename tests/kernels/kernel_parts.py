@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_cli.kernels import decode, dispatch
+from mla_cli.kernels import decode, dispatch, prefill
 from mla_cli.kernels.pages import PageLayout
 from mla_cli.kernels.tile import _from_bits
 from mla_cli.kernels.write import _fp8_bits, write
@@ -61,7 +61,7 @@ def choose_with_broken_decode(how: str) -> tuple[list[str], list[str]]:
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         if how == "raises":
-            raise RuntimeError("no kernel image\nis available")
+            raise RuntimeError("out of resource: shared memory\nRequired: 102400, Hardware limit: 101376")
         out, lse = whole(*args, **kwargs)
         return (out * float("nan") if how == "nan" else out * 1.1), lse
 
@@ -108,11 +108,11 @@ def gpu_checks(only: str, factor: float = 1.0) -> list[tuple[str, float, bool]]:
     return [(name, error, gpu_correctness.right(name, error)) for name, error in found]
 
 
-def attend_far_away(dtype: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Write and decode in the first pages of a pool, and in pages whose bytes 32 bits cannot count.
+def attend_far_away(dtype: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Write, decode and prefill in the first pages of a pool, and in pages whose bytes 32 bits cannot count.
 
     Returns:
-        Both outputs, and the byte at which the far pages begin. The pool is never filled, so it takes no memory.
+        The outputs of both, and the byte at which the far pages begin. The pool is never filled, so it takes no memory.
     """
     layout = PageLayout(dtype, 64, 8)
     first = 2**31 // layout.page_bytes + 1
@@ -120,11 +120,15 @@ def attend_far_away(dtype: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     g = torch.Generator().manual_seed(0)
     latent, k_rope = torch.randn(40, 64, generator=g).bfloat16(), torch.randn(40, 8, generator=g).bfloat16()
     q = torch.randn(1, 1, 4, 72, generator=g).bfloat16()
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
     flag, length = torch.zeros(1, dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
     results = []
     for page in (0, first):
         slots = page * 16 + torch.arange(40)
         write(latent, k_rope, None, None, slots, pool, layout, flag)
         table = page + torch.arange(3, dtype=torch.int32)[None]
-        results.append(decode.decode(q, pool, layout, table, length, 0.2, out_dtype=torch.float32)[0])
+        options = {"out_dtype": torch.float32}
+        decoded, _ = decode.decode(q, pool, layout, table, length, 0.2, **options)
+        read, _ = prefill.prefill(q[0], cu_seqlens, pool, layout, table, length, 0.2, **options)
+        results.append([decoded, read])
     return results[0], results[1], first * layout.page_bytes

@@ -42,6 +42,15 @@ def test_nothing_spills_and_loads_are_wide(name: str) -> None:
     assert aot.faults(SHIPPED[name], TABLE["kernels"][name]) == []
 
 
+@pytest.mark.parametrize("kernel", ["decode bf16 512+64 16", "prefill bf16 512+64 16", "explicit 128+128"])
+def test_the_scale_of_scores_is_no_constant_of_the_compiled_kernel(kernel: str) -> None:
+    """KN-09: what is compiled for one scale is right for every other."""
+    launch = next(each for name, each in SHIPPED.items() if name.startswith(f"sm_90 {kernel}")).launch()
+    parameter = next(each for each in launch.kernel.params if each.name == "softmax_scale")
+    assert not parameter.is_constexpr
+    assert isinstance(launch.arguments["softmax_scale"], float)
+
+
 def test_faults_are_seen() -> None:
     whole = TABLE["kernels"]["sm_90 decode bf16 512+64 16 heads"]
     configuration = SHIPPED["sm_90 decode bf16 512+64 16 heads"]

@@ -26,6 +26,7 @@ def test_a_cpu_gets_pytorchs_operators_without_a_word(recwarn: pytest.WarningsRe
 
 
 def test_triton_by_name_on_a_cpu_is_an_error() -> None:
+    """KN-07: a forced kernel on a CPU."""
     with pytest.raises(MlaError, match="not on 'cpu' -> use --backend auto"):
         choose("triton", "cpu", PageLayout("bf16", 64, 8), 4)
     with pytest.raises(MlaError, match="no backend 'tritn'"):
@@ -47,9 +48,14 @@ def test_triton_is_chosen_where_it_passes(interpreter: Interpreter, dtype: Any, 
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("raises", "RuntimeError: no kernel image"), ("wrong", "differ from the formula"), ("nan", "differ")],
+    [
+        ("raises", "RuntimeError: out of resource: shared memory"),
+        ("wrong", "differ from the formula"),
+        ("nan", "differ"),
+    ],
 )
 def test_a_failing_kernel_is_replaced_with_one_warning(interpreter: Interpreter, how: str, said: str) -> None:
+    """KN-07: too little shared memory, or wrong results."""
     names, warned = interpreter(PARTS + "choose_with_broken_decode", how)
     assert names == ["cpu", "cpu"]
     assert len(warned) == 1
@@ -57,6 +63,7 @@ def test_a_failing_kernel_is_replaced_with_one_warning(interpreter: Interpreter,
 
 
 def test_what_triton_cannot_hold_is_replaced_before_the_first_token(interpreter: Interpreter) -> None:
+    """KN-02: a rank beyond the registers of a program."""
     assert interpreter(PARTS + "chosen", "triton", "bf16", 2048, 8, 1) == "cpu"
 
 

@@ -69,6 +69,7 @@ def test_tokens_are_read_back_from_pages_in_any_order(dtype: str) -> None:
 
 
 def test_byte_offsets_are_wider_than_32_bits() -> None:
+    """KN-06: the arithmetic of slots and pages."""
     layout = PageLayout("bf16", 512, 64)
     first_beyond = 2**31 // layout.page_bytes + 1
     slots = torch.tensor([first_beyond * 16 + 5], dtype=torch.int32)
@@ -80,6 +81,7 @@ def test_byte_offsets_are_wider_than_32_bits() -> None:
 
 
 def test_aliases_of_a_type_are_one_layout() -> None:
+    """KN-08: whatever a type is called."""
     for name in ("fp8", "fp8_e4m3", "FP8-E4M3", "float8_e4m3fn", "torch.float8_e4m3fn"):
         assert PageLayout(name, 64, 8) == PageLayout("fp8", 64, 8)  # type: ignore[arg-type]
 

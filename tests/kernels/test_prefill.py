@@ -76,10 +76,11 @@ def test_chunks_give_what_the_whole_prompt_gives(interpreter: Interpreter, dtype
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 2.0)])
-@pytest.mark.parametrize(("k_width", "v_width"), [(24, 16), (8, 40), (96, 20)])
+@pytest.mark.parametrize(("k_width", "v_width"), [(24, 16), (8, 40), (96, 20), (20, 24), (40, 96)])
 def test_explicit_attention_stays_within_each_chunk(
     interpreter: Interpreter, k_width: int, v_width: int, window: int | None, softcap: float | None
 ) -> None:
+    """KN-04: head widths that are no multiples of 16, too."""
     queries = [5, 0, 40, 1]
     q, k = random_queries(46, 3, k_width), random_queries(46, 3, k_width, seed=1)
     v = random_queries(46, 3, v_width, seed=2)

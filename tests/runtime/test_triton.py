@@ -91,6 +91,56 @@ def assert_close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     assert float((mine - theirs).norm() / theirs.norm()) < 0.05
 
 
+@pytest.mark.parametrize("heads", [1, 3, 6, 12, 28])
+def test_any_number_of_heads_in_a_batch(interpreter: Interpreter, heads: int) -> None:
+    """KN-03."""
+    decoder = decoder_of(latent(num_heads=heads))
+    found, _ = interpreter(PARTS + "both_ways", decoder, (LatentQuantizer("int8"),), [[5, 3], [1, 1]])
+    for mine, theirs in found:
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("width", [20, 24, 40, 96])
+def test_head_widths_that_are_no_multiples_of_16(interpreter: Interpreter, width: int) -> None:
+    """KN-04."""
+    changes = {"qk_nope_head_dim": width, "v_head_dim": width, "qk_rope_head_dim": width, "rotary": RotarySpec(width)}
+    decoder = decoder_of(latent(**changes, kv_lora_rank=32, num_heads=3, scale=0.1))
+    found, _ = interpreter(PARTS + "both_ways", decoder, None, [[17, 3], [1, 1]])
+    for mine, theirs in found:
+        assert_close(mine, theirs)
+
+
+def test_a_kernel_that_does_not_start_is_replaced_with_one_notice(interpreter: Interpreter, model: str) -> None:
+    """KN-07: e.g. a GPU with too little shared memory."""
+    found, notes = interpreter(PARTS + "answers_with_broken_decode", model, "hello", 3)
+    told = [note for note in notes if "Triton" in note]
+    assert told == [
+        "every layer runs through PyTorch instead of Triton's kernels: RuntimeError: out of resource: shared memory"
+    ]
+    assert_same([found], triton_parts.answers(model, ["hello"], 3, backend="cpu")[0])
+
+
+def test_a_rank_beyond_a_program_runs_through_pytorch(interpreter: Interpreter) -> None:
+    """KN-02."""
+    decoder = decoder_of(latent(kv_lora_rank=1032))
+    found, notes = interpreter(PARTS + "both_ways", decoder, None, [[3]])
+    assert len(notes) == 1
+    assert "at most 1024 channels" in notes[0]
+    for mine, theirs in found:
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("alias", ["fp8_e4m3", "e4m3"])
+def test_an_alias_of_a_cache_type_is_that_type(interpreter: Interpreter, model: str, alias: str) -> None:
+    """KN-08."""
+    words = ["generate", model, "hello", "--max-new-tokens", "2", "--ignore-eos", "--json", "--backend", "triton"]
+    found = [interpreter(PARTS + "run_mla", *words, "--kv-dtype", name) for name in ("fp8", alias)]
+    values = [json.loads(out) for _, out, _ in found]
+    assert values[0]["token_ids"] == values[1]["token_ids"]
+    sizes = [value["statistics"]["cache_bytes_per_token"] for value in values]
+    assert sizes[0] == sizes[1]
+
+
 def test_layers_that_kernels_cannot_do_run_through_pytorch_and_are_named(interpreter: Interpreter) -> None:
     decoder = decoder_of(latent(), standard(), latent(kv_lora_rank=20))
     found, notes = interpreter(PARTS + "both_ways", decoder, None, [[9, 4], [1, 1]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from mla_cli.checkpoint.load import open_model
 from mla_cli.evaluation.requests import Request as Score
 from mla_cli.evaluation.scoring import score
 from mla_cli.evaluation.subject import load_subject
+from mla_cli.kernels import dispatch
 from mla_cli.kernels.dispatch import Backend
 from mla_cli.model.cache import Cache
 from mla_cli.model.decoder import Decoder
@@ -86,6 +88,27 @@ def scores(folder: str, requests: Sequence[Score], backend: str, kv_dtype: str) 
     subject = load_subject(open_model(folder), device=torch.device("cpu"), kv_dtype=kv_dtype, backend=backend)
     found = dict(score(subject.decoder, requests, max_length=256, quantizers=subject.quantizers))
     return [(found[place].logprob, found[place].greedy) for place in range(len(requests))]
+
+
+def answers_with_broken_decode(folder: str, prompt: str, tokens: int) -> tuple[Answer, tuple[str, ...]]:
+    """An answer, and the notes of the engine, while the kernel for decoding does not start."""
+    decode = importlib.import_module("mla_cli.kernels.decode")  # not before: importing it takes Triton
+    whole = decode.decode
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of resource: shared memory")
+
+    caches = (dispatch._triton, dispatch._failure)
+    decode.decode = broken  # type: ignore[attr-defined]
+    try:
+        for cache in caches:
+            cache.cache_clear()
+        engine = open_engine(folder, backend="triton", logprobs=True)
+        return _answer(engine.generator.complete(request(prompt, tokens))), engine.notes
+    finally:
+        decode.decode = whole  # type: ignore[attr-defined]
+        for cache in caches:
+            cache.cache_clear()
 
 
 def both_ways(decoder: Decoder, quantizers: Any, chunks: Sequence[Sequence[int]]) -> tuple[list[Any], list[str]]:
