@@ -43,7 +43,7 @@ class Times:
 
     def quantile(self, share: float) -> float | None:
         """The smallest of the latest that at least `share` of them do not exceed; None of none."""
-        values = np.array(self._latest)
+        values = np.array(self._latest[:])  # a copy: while its buffer is lent, `append` of another thread would fail
         if not len(values):
             return None
         rank = min(int(share * len(values)), len(values) - 1)

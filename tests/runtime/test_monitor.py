@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,27 @@ def test_a_long_run_keeps_the_latest_durations_only() -> None:
     assert (times.count, times.counts) == (2 * WINDOW, [WINDOW, WINDOW])
     assert times.quantile(1.0) == 0.5
     assert len(list(times)) == WINDOW
+
+
+def test_another_thread_may_ask_while_times_are_counted() -> None:
+    times, faults, done = Times((1.0,)), [], threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            try:
+                times.quantile(0.5)
+            except Exception as failure:
+                faults.append(failure)
+
+    reader = threading.Thread(target=ask)
+    reader.start()
+    try:
+        for _ in range(WINDOW - 1):
+            times.append(0.5)
+    finally:
+        done.set()
+        reader.join()
+    assert (faults, len(times)) == ([], WINDOW - 1)
 
 
 def zone(folder: Path, name: str, kind: str, energy: int, most: int = 1000_000_000) -> Path:
