@@ -140,12 +140,59 @@ def checks(device: Any, small: bool = False) -> Iterator[tuple[str, Callable[[],
         for own in (True, False):
             yield f"prefill {dtype}, own {own}", lambda t=dtype, o=own: prefilled(t, 16, o)  # type: ignore[misc]
         yield f"prefill {dtype}, 128 heads, window", lambda t=dtype: prefilled(t, 128, True, window=50)  # type: ignore[misc]
+        yield f"end to end {dtype}", lambda t=dtype: generated(t, device)  # type: ignore[misc]
         if not small:  # beyond what 32 bits count, 2 GiB
             many = 2**31 // PageLayout(dtype, RANK, ROPE).page_bytes + 5000  # type: ignore[arg-type]
             yield f"decode {dtype} beyond 2 GiB", lambda a=(dtype, RANK, ROPE, 16, 1, many, 0.05): decoded(*a)  # type: ignore[misc]
     for width in (128, 192):
         yield f"explicit {width}+128", lambda w=width: rebuilt(w)  # type: ignore[misc]
     yield "merge", merged
+
+
+def generated(dtype: str, device: Any) -> float:
+    """Greedy text of a tiny random model through a pool of pages, by the kernels: how far its scores are beyond rounding.
+
+    Infinite where a token is not the formula's choice, or where the kernels were not used.
+    """
+    import torch
+
+    from mla_cli.kernels.quantized import LatentQuantizer
+    from mla_cli.model.decoder import Decoder
+    from mla_cli.model.page_pool import PagePool
+    from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, RotarySpec
+    from mla_cli.runtime.triton_kernels import add_triton
+
+    shape = {"num_heads": 6, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    layers = [
+        LatentAttentionSpec(**shape, scale=0.2, rotary=RotarySpec(8), norm_eps=1e-5, window=window)
+        for window in (None, 9)
+    ]
+    torch.manual_seed(6)
+    decoder = Decoder(DecoderSpec("tiny", 97, 64, 96, 256, "rms", 1e-5, "silu", True, False, True, tuple(layers)))
+    for parameter in decoder.parameters():
+        parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    decoder.requires_grad_(False).eval().to(device)
+    quantizers = None if dtype == "bf16" else (LatentQuantizer(dtype),) * 2  # type: ignore[arg-type]
+    prompt, runs = torch.randint(0, 97, (3, 61), generator=torch.Generator().manual_seed(1)).to(device), []
+    notes = add_triton(decoder, quantizers, "triton")
+    if not all(decoder.kernels) or any("PyTorch" in note for note in notes):
+        return float("inf")
+    for kernels, backend in ((decoder.kernels, "torch"), ((), "reference")):
+        decoder.kernels, decoder.backend = kernels, backend
+        pool = PagePool(lambda b, n: decoder.make_cache(b, n, quantizers, torch.bfloat16), 8)
+        pages = [pool.take(2) or [] for _ in range(3)]
+        cache = pool.view(pages, [0, 0, 0])
+        hidden = decoder(prompt, cache, torch.tensor([61, 33, 5]))[torch.arange(3), torch.tensor([60, 32, 4])]
+        scores = [decoder.logits(hidden).cpu().double()]
+        for step in range(4):  # the formula is fed what the kernels chose
+            token = (runs[0] if runs else scores)[step].argmax(dim=-1, keepdim=True).to(device)
+            scores.append(decoder.logits(decoder(token, cache)[:, 0]).cpu().double())
+        runs.append(scores)
+    mine, theirs = (torch.stack(scores) for scores in runs)  # [5, 3, V]
+    apart = float((mine - theirs).abs().max() / theirs.abs().max())
+    if not torch.equal(mine.argmax(dim=-1), theirs.argmax(dim=-1)):
+        return float("inf")
+    return 0.0 if apart <= 0.05 else apart  # NaN is not
 
 
 def write_error(dtype: str, device: Any) -> float:

@@ -22,7 +22,16 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "only", ["write fp8", "decode int8 48+20", "decode int4, 4 queries", "prefill bf16, own", "explicit 128", "merge"]
+    "only",
+    [
+        "write fp8",
+        "decode int8 48+20",
+        "decode int4, 4 queries",
+        "prefill bf16, own",
+        "explicit 128",
+        "merge",
+        "end to end fp8",
+    ],
 )
 def test_its_checks_pass_where_kernels_are_right(interpreter: Interpreter, only: str) -> None:
     found = interpreter("tests.kernels.kernel_parts.gpu_checks", only)
