@@ -2,12 +2,11 @@
 
     python scripts/gpu_check.py [--seconds 420] [--out build/gpu-check.json] [--tiles 64,16,8,3 32,32,8,2]
 
-Runs from a plain checkout; needs torch and triton alone. First every kernel and data type against the float64 formula, and a tiny
-model that generates by them,
-then decode, prefill and write against the ceilings measured on this machine (copy bandwidth, bfloat16 matrix product),
-PyTorch's attention, and FlashInfer and FlashMLA where they are installed. What does not fit into the time is left out, and
-listed. Exits with 1 if a result is wrong or there is no GPU. `--tiles` (rows, keys, warps, stages) times decode with other
-tiles than those shipped.
+Runs from a plain checkout; needs torch and triton alone. First every kernel and data type against the float64 formula, and a
+tiny model that generates by them; then decode, prefill and write against the ceilings measured on this machine (copy bandwidth,
+bfloat16 matrix product), PyTorch's attention, and FlashInfer and FlashMLA where they are installed. What does not fit into the
+time is left out, and listed. Exits with 1 if a result is wrong or there is no GPU. `--tiles` (rows, keys, warps, stages) times
+decode with other tiles than those shipped.
 """
 
 from __future__ import annotations
