@@ -28,11 +28,6 @@ from mla_cli.kernels.tile import LN2, LOG2E, attend, load_columns
 from mla_cli.kernels.tuning import explicit_tile, next_power_of_2, tile_for
 
 
-def chunk_length(tokens: int) -> int:
-    """Tokens of a chunk for a prompt of so many: longer ones amortise the launches over more work (runtime.md)."""
-    return 512 if tokens < 2048 else 768 if tokens <= 8192 else 1024
-
-
 def absorbed_is_cheaper(
     queries: int, context: int, *, kv_lora_rank: int, qk_nope_head_dim: int, v_head_dim: int
 ) -> bool:

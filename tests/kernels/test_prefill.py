@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mla_cli.errors import MlaError
 from mla_cli.kernels import paged, reference, torch_ops
 from mla_cli.kernels.pages import LATENT_DTYPES, PageLayout, gather
-from mla_cli.kernels.prefill import absorbed_is_cheaper, chunk_length
+from mla_cli.kernels.prefill import absorbed_is_cheaper
 from tests.kernels.caches import PagedCache, paged_cache, random_queries
 from tests.kernels.interpreter import Interpreter
 
@@ -119,10 +119,6 @@ def test_context_and_own_chunk_join_by_merge(interpreter: Interpreter) -> None:
     expected = torch.einsum("thr,hvr->thv", whole.float(), w_uv)
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)  # keys, values and queries were rounded to bfloat16
     assert float((found - own).abs().max()) > 0.3  # the context matters
-
-
-def test_chunks_grow_with_the_prompt() -> None:
-    assert [chunk_length(n) for n in (1, 2047, 2048, 8192, 8193, 100_000)] == [512, 512, 768, 768, 1024, 1024]
 
 
 def test_rebuilding_pays_where_many_queries_read_a_key() -> None:
