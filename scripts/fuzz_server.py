@@ -91,8 +91,10 @@ def exchange(host: str, port: int, content: bytes, closes: bool, chance: random.
                 connection.sendall(content[start : start + step])
             if closes:
                 connection.shutdown(socket.SHUT_WR)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has heard enough
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            # It has heard enough, and has ended the connection.
         if chance.random() < 0.03:
             return 0, None  # gone before the answer
         return judge(read_answer(connection))

@@ -11,6 +11,7 @@ from mla_cli.errors import UsageError
 # Far more than any context; a larger number is a slip, and the context limit cuts long before.
 MOST_NEW_TOKENS = 10**9
 SEED_LIMIT = 2**63
+MOST_PENALTY = 1e6  # further from 1, scores would leave float32
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class SamplingParams:
         top_p: smallest set of likeliest tokens with at least this probability, in (0, 1].
         top_k: the k likeliest tokens; 0: all, as is any number above the vocabulary.
         min_p: tokens at least this fraction as likely as the likeliest, in [0, 1].
-        repetition_penalty: above 1 makes tokens that already occurred (prompt included) less likely.
+        repetition_penalty: above 1 makes tokens that already occurred (prompt included) less likely; 10^-6 to 10^6.
         stop: texts that end the generation; they are not part of the result.
         seed: of the request's own random numbers.
         ignore_eos: go on past the end-of-text token.
@@ -46,7 +47,12 @@ class SamplingParams:
         _number("temperature", self.temperature, lambda t: t >= 0, "a number from 0 (0: greedy)")
         _number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
         _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number from 0 to 1")
-        _number("repetition_penalty", self.repetition_penalty, lambda p: p > 0, "a number above 0 (1: none)")
+        _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            lambda p: 1 / MOST_PENALTY <= p <= MOST_PENALTY,
+            f"a number from {1 / MOST_PENALTY:g} to {MOST_PENALTY:g} (1: none)",
+        )
         if not isinstance(self.ignore_eos, bool):
             raise _refused("ignore_eos", self.ignore_eos, "true or false")
         sound = isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop)

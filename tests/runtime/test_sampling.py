@@ -177,6 +177,7 @@ def test_broken_logits_are_marked_and_spoil_no_other_row(bad: float, temperature
         ("max_new_tokens", True), ("temperature", -1e-9), ("temperature", math.nan), ("temperature", math.inf),
         ("temperature", "hot"), ("top_p", 0), ("top_p", 1.01), ("top_p", -0.1), ("top_p", math.nan), ("top_k", -1),
         ("top_k", 2.5), ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0), ("repetition_penalty", -1),
+        ("repetition_penalty", 1e-320), ("repetition_penalty", 1e9),
         ("repetition_penalty", 10**400), ("seed", -1), ("stop", ("",)), ("stop", "text"), ("ignore_eos", 1),
     ],
 )  # fmt: skip
