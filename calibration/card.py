@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_cli.report.values import brief
+
 HEADING = "## Quantised cache"
 _GRANULARITY = {"token": "a range for each token", "page": "a range for each page of 16", "static": "one range a layer"}
 
@@ -17,11 +19,6 @@ def cached_as(report: dict[str, Any]) -> str:
     return f"{part}latents in {report['kv_dtype']}, {_GRANULARITY[report['scales']]}{turned}"
 
 
-def perplexity_text(value: float | None) -> str:
-    """A perplexity as people read it; None: it was too large to be told."""
-    return "infinite" if value is None else f"{value:.4g}"
-
-
 def with_cache(card: str, report: dict[str, Any]) -> str:
     """The card with a last section on the cache, in place of an earlier calibration's."""
     held, size, text = report["heldout"], report["bytes_per_token"], report["calibration"]
@@ -31,8 +28,8 @@ def with_cache(card: str, report: dict[str, Any]) -> str:
         f"rotary keys in {report['rope_dtype']}"
         + (f"; {wide} of {len(report['layers'])} layers stay in bfloat16." if wide else "."),
         f"The cache holds {size['quantised']:,} bytes a token instead of {size['unquantised']:,}. Perplexity on "
-        f"{held['tokens']:,} held-out calibration tokens: {perplexity_text(held['ppl_unquantised'])} unquantised, "
-        f"{perplexity_text(held['ppl_quantised'])} cached so ({held['ppl_change_percent']:+.2f} %); KL {held['kl']:.4g} nats a "
+        f"{held['tokens']:,} held-out calibration tokens: {brief(held['ppl_unquantised'])} unquantised, "
+        f"{brief(held['ppl_quantised'])} cached so ({held['ppl_change_percent']:+.2f} %); KL {held['kl']:.4g} nats a "
         "token.",
     ]
     if report["rotation"]["kind"] != "none":

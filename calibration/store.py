@@ -21,9 +21,9 @@ from mla_cli.checkpoint.kv_cache import KEY, KvScheme, Rotation, read_scheme, st
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.checkpoint.weight_file import read_json_object
 from mla_cli.checkpoint.writer import CheckpointWriter, check_output
-from mla_cli.console import note, progress
+from mla_cli.console import progress
 from mla_cli.errors import MlaError, OutputError
-from mla_cli.report.page import PAGE, PICTURE, report_page, report_plot
+from mla_cli.report.page import files_for_people
 
 CONFIG, REPORT, REPORT_KEY = "config.json", "mla_report.json", "calibration_kv"
 MODEL_CARD = "README.md"
@@ -77,7 +77,7 @@ def write_calibration(
     folder = model.source.folder
     full = {**stored_report(folder), REPORT_KEY: report}
     config = {**scales.config, KEY: stored_scheme(scheme)}
-    files = {REPORT: _json(full), **_shown(full), **_card(folder, report), CONFIG: _json(config)}
+    files = {REPORT: _json(full), **files_for_people(full), **_card(folder, report), CONFIG: _json(config)}
     stale = stale_engine_scales(model.source.tensors.infos.keys(), scales)
     if out is None:
         turned = {} if turns is None else _turned(model, turns)
@@ -143,16 +143,6 @@ def _write_copy(
                 writer.copy(folder / name)
         for name, data in files.items():
             writer.write_bytes(name, data)
-
-
-def _shown(report: dict[str, Any]) -> dict[str, bytes]:
-    """The report for people."""
-    files = {PAGE: report_page(report).encode()}
-    try:
-        files[PICTURE] = report_plot(report)
-    except MlaError as error:  # the page has the same plots
-        note(f"no {PICTURE}: {error.what}")
-    return files
 
 
 def _card(folder: Path, report: dict[str, Any]) -> dict[str, bytes]:

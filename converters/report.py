@@ -17,7 +17,7 @@ from mla_cli import __version__
 from mla_cli.converters.held_out import Loss
 from mla_cli.converters.plan import ConversionPlan
 from mla_cli.converters.strengths import StrengthLoss
-from mla_cli.report.values import span
+from mla_cli.report.values import brief, span
 
 # Stages of a progressive conversion, in their order.
 STAGED = ("milder_closed_form", "milder_healed", "cut")
@@ -166,9 +166,9 @@ def model_card(report: dict[str, Any], command: str) -> str:
         ("ppl_final", "this checkpoint, read back from the file"),
     ):
         if key in held:
-            lines.append(f"| {name} | {_number(held[key])} |")
+            lines.append(f"| {name} | {brief(held[key])} |")
     lines += [
-        f"| KL(source, this checkpoint), nats a token | {_number(held['kl_final'])} |",
+        f"| KL(source, this checkpoint), nats a token | {brief(held['kl_final'])} |",
         *_strength_lines(report["latent_strength"]),
         "",
         "Made with:",
@@ -201,12 +201,12 @@ def _strength_lines(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "",
         f"The first channels of each latent are a smaller latent (`--latent-strength`; {rows[0]['tokens']:,} held-out tokens, "
-        f"perplexity of the source {_number(rows[0]['source_perplexity'])}):",
+        f"perplexity of the source {brief(rows[0]['source_perplexity'])}):",
         "",
         "| strength | cache bytes a token | perplexity | KL to the source |",
         "|---|---|---|---|",
         *(
-            f"| {row['strength']:g} | {row['cache_bytes_per_token']:,} | {_number(row['perplexity'])} | {_number(row['kl'])} |"
+            f"| {row['strength']:g} | {row['cache_bytes_per_token']:,} | {brief(row['perplexity'])} | {brief(row['kl'])} |"
             for row in rows
         ),
     ]
@@ -215,7 +215,3 @@ def _strength_lines(rows: list[dict[str, Any]]) -> list[str]:
 def over_layers(report: dict[str, Any], key: str) -> str:
     """A width of all layers: one number where they are alike, else the least and the most."""
     return span([layer[key] for layer in report["layers"]])
-
-
-def _number(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.4g}"

@@ -13,13 +13,13 @@ from torch import Tensor
 from mla_cli.checkpoint.deepseek_form import stock_config, stock_tensors
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.checkpoint.writer import CheckpointWriter
-from mla_cli.console import note, progress
+from mla_cli.console import progress
 from mla_cli.converters.plan import ConversionPlan
-from mla_cli.errors import MlaError, UsageError
+from mla_cli.errors import UsageError
 from mla_cli.model.families.base import Config
 from mla_cli.model.families.native import native_config
 from mla_cli.model.latent_weights import LatentWeights
-from mla_cli.report.page import PAGE, PICTURE, report_page, report_plot
+from mla_cli.report.page import files_for_people
 
 REPORT = "mla_report.json"
 MODEL_CARD = "README.md"
@@ -102,9 +102,4 @@ def _config(model: ModelSource, plan: ConversionPlan, layers: Sequence[LatentWei
 def report_files(report: dict[str, Any], card: str) -> dict[str, bytes]:
     """The files that tell what was done, as bytes."""
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    files = {REPORT: text.encode(), MODEL_CARD: card.encode(), PAGE: report_page(report).encode()}
-    try:
-        files[PICTURE] = report_plot(report)
-    except MlaError as error:  # the page has the same plots
-        note(f"no {PICTURE}: {error.what}")
-    return files
+    return {REPORT: text.encode(), MODEL_CARD: card.encode(), **files_for_people(report)}

@@ -60,9 +60,13 @@ def main() -> int:
     dtype = getattr(torch, options.dtype)
     opened: dict[str, Engine] = {}
     memory = int(options.memory_mib * 2**20)
-    opened["mla"] = open_within(options.checkpoint, dtype, options.max_batch, memory)
-    opened["standard, same memory"] = open_within(options.baseline, dtype, options.max_batch, memory)
-    opened["standard, any memory"] = open_within(options.baseline, dtype, options.max_batch, None)
+    alone = open_with(options.checkpoint, dtype, 1)
+    unbound = open_with(options.baseline, dtype, options.max_batch)
+    opened["mla"] = open_with(options.checkpoint, dtype, options.max_batch, tokens_within(alone, memory))
+    opened["standard, same memory"] = open_with(
+        options.baseline, dtype, options.max_batch, tokens_within(unbound, memory)
+    )
+    opened["standard, any memory"] = unbound
     requests = draw(opened["mla"], options.text, options.requests, options.seed)
     rows, answers = [], {}
     for name, engine in opened.items():
@@ -72,13 +76,12 @@ def main() -> int:
     sizes = [int(size) for size in options.static.split(",") if size]
     for size in sizes:
         for name in options.static_dtype.split(","):
-            row = answer_static(opened["standard, any memory"], requests, size, getattr(torch, name))
+            row = answer_static(unbound, requests, size, getattr(torch, name))
             rows.append(row)
             print(shown(row), flush=True)
     print(ratios(rows))
     if options.no_alone:
         return 0
-    alone = open_within(options.checkpoint, dtype, 1, None)
     wrong = 0
     for request, together in zip(requests, answers["mla"], strict=True):
         (own,) = answer("alone", alone, [request])[1]
@@ -87,15 +90,16 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def open_within(checkpoint: str, dtype: torch.dtype, max_batch: int, memory: int | None) -> Engine:
-    """An engine whose cache may use so many bytes."""
+def open_with(checkpoint: str, dtype: torch.dtype, max_batch: int, pool_tokens: int | None = None) -> Engine:
+    """An engine whose cache may hold so many tokens; None: all that its batch can need."""
     from mla_cli.runtime.engine import open_engine
 
-    engine = open_engine(checkpoint, dtype=dtype, max_batch=max_batch, max_context=2048)
-    if memory is None:
-        return engine
-    tokens = memory // engine.generator.statistics.cache_bytes_per_token
-    return open_engine(checkpoint, dtype=dtype, max_batch=max_batch, max_context=2048, pool_tokens=tokens)
+    return open_engine(checkpoint, dtype=dtype, max_batch=max_batch, max_context=2048, pool_tokens=pool_tokens)
+
+
+def tokens_within(engine: Engine, memory: int) -> int:
+    """Tokens that a cache of its kind holds in so many bytes."""
+    return memory // engine.generator.statistics.cache_bytes_per_token
 
 
 def draw(engine: Engine, text: Path, count: int, seed: int) -> list[Request]:

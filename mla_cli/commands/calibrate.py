@@ -145,6 +145,9 @@ def calibrate(
 
 def summary(report: dict[str, Any]) -> str:
     """A calibration as a table of layers and a few lines about the whole."""
+    from mla_cli.calibration.card import cached_as
+    from mla_cli.report.values import brief
+
     lines = [
         f"{'layer':>5} {'cached as':>9} {'largest':>9} {'range':>9} {'clipped':>8} {'latents':>8} {'attention':>9}"
     ]
@@ -153,11 +156,9 @@ def summary(report: dict[str, Any]) -> str:
             f"{layer['layer']:>5} {layer['dtype']:>9} {layer['amax']:>9.4g} {_range(layer):>9} {layer['clipped_share']:>8.2%} "
             f"{layer['latent_error']:>8.2%} {layer['attention_error']:>9.2%}"
         )
-    from mla_cli.calibration.card import cached_as, perplexity_text
-
     held, size, text = report["heldout"], report["bytes_per_token"], report["calibration"]
     saved = size["unquantised"] / size["quantised"]
-    plain, cached = perplexity_text(held["ppl_unquantised"]), perplexity_text(held["ppl_quantised"])
+    plain, cached = brief(held["ppl_unquantised"]), brief(held["ppl_quantised"])
     lines.append(f"{report['checkpoint']}: {cached_as(report)}, rotary keys in {report['rope_dtype']}")
     lines += _compared(report)
     lines += [

@@ -309,7 +309,7 @@ def _plan_json(plan: ConversionPlan) -> dict[str, Any]:
 def summary(report: dict[str, Any], out: Path) -> str:
     """A conversion in a few lines."""
     from mla_cli.converters.report import over_layers
-    from mla_cli.report.values import shown
+    from mla_cli.report.values import brief, shown
 
     held, cache = report["heldout"], report["cache_bytes_per_token"]
 
@@ -319,13 +319,12 @@ def summary(report: dict[str, Any], out: Path) -> str:
         return f"{value:.4g} ({100 * (value / held['ppl_source'] - 1):+.1f} %)"
 
     closed = held.get("ppl_compensated", held["ppl_closed_form"])
-    source = "infinite" if held["ppl_source"] is None else f"{held['ppl_source']:.4g}"
     return "\n".join(
         [
             f"{out}: {report['format']} form, kv_lora_rank {over_layers(report, 'kv_lora_rank')}, "
             f"qk_rope_head_dim {over_layers(report, 'qk_rope_head_dim')}",
             f"  cache        {cache['mla']:,} bytes a token instead of {cache['source']:,} (ratio {report['ratio']:.3g})",
-            f"  perplexity   {source} source, {over(held['ppl_rope_split'])} after the rotary split, "
+            f"  perplexity   {brief(held['ppl_source'])} source, {over(held['ppl_rope_split'])} after the rotary split, "
             + (f"{over(closed)} in closed form, " if report["healing"] else "")
             + f"{over(held['ppl_final'])} at the end (held-out calibration text)",
             f"  KL to source {held['kl_final']:.4f} nats a token",
@@ -342,10 +341,9 @@ def summary(report: dict[str, Any], out: Path) -> str:
 
 def _parts(rows: list[dict[str, Any]]) -> list[str]:
     """What a part of the latents costs, on a line."""
+    from mla_cli.report.values import brief
 
     def told(row: dict[str, Any]) -> str:
-        found = row["perplexity"]
-        perplexity = "infinite" if found is None else f"{found:.4g}"
-        return f"{row['strength']:g}: {perplexity} at {row['cache_bytes_per_token']:,} bytes"
+        return f"{row['strength']:g}: {brief(row['perplexity'])} at {row['cache_bytes_per_token']:,} bytes"
 
     return ["  by strength  " + ", ".join(map(told, rows)) + " (perplexity with --latent-strength)"] if rows else []

@@ -18,9 +18,8 @@ from mla_cli.kernels.quantized import PAGE, LatentQuantizer
 from mla_cli.model.cache_store import PAGE_TOKENS, Span, Store
 from mla_cli.model.spec import AttentionSpec, LatentAttentionSpec
 
-FEW_TOKENS = (
-    8  # of every sequence, up to which the kernel for decoding computes a step: it divides keys among processors
-)
+# Tokens of every sequence up to which the kernel for decoding computes a step: it divides keys among processors.
+FEW_TOKENS = 8
 
 
 def page_layout(attention: AttentionSpec, quantizer: LatentQuantizer | None) -> PageLayout | str:

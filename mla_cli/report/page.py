@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from mla_cli.console import note
+from mla_cli.errors import MlaError
 from mla_cli.report.cache import cache_section
 from mla_cli.report.chart_svg import STYLE as CHART_STYLE
 from mla_cli.report.chart_svg import svg
@@ -111,6 +113,16 @@ def report_plot(report: Mapping[str, Any]) -> bytes:
             f"perplexity {over(heldout.get('ppl_final'), heldout.get('ppl_source'))}"
         )
     return png(charts(report), "\n".join(told))
+
+
+def files_for_people(report: Mapping[str, Any]) -> dict[str, bytes]:
+    """The page, and the picture where it can be drawn, by their names."""
+    files = {PAGE: report_page(report).encode()}
+    try:
+        files[PICTURE] = report_plot(report)
+    except MlaError as error:  # the page has the same plots
+        note(f"no {PICTURE}: {error.what}")
+    return files
 
 
 def _headline(report: Mapping[str, Any], heldout: Mapping[str, Any]) -> str:

@@ -27,6 +27,11 @@ def shown(value: object, absent: str = "infinite") -> str:
     return f"{known:,.0f}" if 1e4 <= abs(known) < 1e9 else f"{known:.4g}"
 
 
+def brief(value: float | None) -> str:
+    """A measured number in four digits; None: it is too large to be told."""
+    return "infinite" if value is None else f"{value:.4g}"
+
+
 def span(values: Sequence[float]) -> str:
     """One number where all are alike, else the least and the most."""
     least, most = shown(min(values)), shown(max(values))

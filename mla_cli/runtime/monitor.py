@@ -11,7 +11,7 @@ from mla_cli.model.page_pool import PagePool
 from mla_cli.runtime.alerts import Alert, Thresholds
 from mla_cli.runtime.energy import EnergyMeter
 from mla_cli.runtime.sequence import ActiveSequence
-from mla_cli.runtime.statistics import Statistics
+from mla_cli.runtime.statistics import Statistics, milliseconds
 
 FEWEST_TOKENS = 1024  # cached, before a compression ratio says anything: a last page is filled in part
 
@@ -92,7 +92,8 @@ class Monitor:
             return
         self._next = now + self._interval
         cached = sum(sequence.cached for sequence in running)
-        pages, kept = pool.used - pool.kept, pool.kept
+        kept = pool.kept
+        pages = pool.used - kept
         fragmentation = pool.fragmentation(self._chunk_pages)
         drift = None
         if cached >= FEWEST_TOKENS and pages:
@@ -100,7 +101,7 @@ class Monitor:
         live = self._statistics.live
         joules = self._energy.joules()
         figures: Mapping[str, float | None] = {
-            "ttft_p99_ms": _ms(self._statistics.first_token_s.quantile(0.99)),
+            "ttft_p99_ms": milliseconds(self._statistics.first_token_s.quantile(0.99)),
             "cache_use": pages / pool.limit if pool.limit else None,
             "fragmentation": fragmentation if pages else None,
             "ratio_drift": drift,
@@ -122,7 +123,3 @@ class Monitor:
                 self._said.add(alert.name)
                 self._statistics.alerts += 1
                 self._say(str(alert))
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3

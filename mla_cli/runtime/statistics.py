@@ -66,10 +66,10 @@ class Statistics:
             "preemptions": self.preemptions,
             "requests_completed": self.completed,
             "requests_failed": self.failed,
-            "ttft_ms": _ms(self.first_token_s.quantile(0.5)),
-            "ttft_ms_p99": _ms(self.first_token_s.quantile(0.99)),
-            "ms_per_token_median": _ms(self.between_tokens_s.quantile(0.5)),
-            "ms_per_token_p99": _ms(self.between_tokens_s.quantile(0.99)),
+            "ttft_ms": milliseconds(self.first_token_s.quantile(0.5)),
+            "ttft_ms_p99": milliseconds(self.first_token_s.quantile(0.99)),
+            "ms_per_token_median": milliseconds(self.between_tokens_s.quantile(0.5)),
+            "ms_per_token_p99": milliseconds(self.between_tokens_s.quantile(0.99)),
             "tokens_per_s": _rate(self.new_tokens, self.busy_s),
             "prefill_tokens_per_s": _rate(self.prompt_tokens, self.prefill_s),
             "cache_bytes_per_token": self.cache_bytes_per_token,
@@ -140,7 +140,8 @@ def peak_device_bytes() -> int | None:
     return torch.cuda.max_memory_allocated() or None if torch.cuda.is_available() else None
 
 
-def _ms(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
+    """Of seconds; None of None."""
     return None if seconds is None else seconds * 1e3
 
 
