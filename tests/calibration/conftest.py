@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mla_cli.calibration import store
-from mla_cli.report.page import report_plot
+from mla_cli.report.page import PAGE, PICTURE, files_for_people, report_page
 from tests.calibration.support import converted
 
 
@@ -17,14 +17,16 @@ from tests.calibration.support import converted
 def _no_pictures() -> Iterator[None]:
     # Drawing takes ten times as long as calibrating a tiny model.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "report_plot", lambda report: b"a picture")
+        patch.setattr(
+            store, "files_for_people", lambda report: {PAGE: report_page(report).encode(), PICTURE: b"a picture"}
+        )
         yield
 
 
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw them after all."""
-    monkeypatch.setattr(store, "report_plot", report_plot)
+    monkeypatch.setattr(store, "files_for_people", files_for_people)
 
 
 @pytest.fixture(scope="session")

@@ -300,7 +300,7 @@ def test_a_stop_before_anything_is_written_changes_nothing(
             patch.setattr(module, name, stopped)
             with pytest.raises(Stop):
                 calibrate(str(checkpoint), None, options(checkpoint), CPU)
-    for target in ("turned_file_tensors", "report_page"):
+    for target in ("turned_file_tensors", "files_for_people"):
         with monkeypatch.context() as patch:
             patch.setattr(store, target, stopped)
             with pytest.raises(Stop):
