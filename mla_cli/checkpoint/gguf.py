@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from gguf.constants import GGMLQuantizationType
 from safetensors.torch import save_file
 
 from mla_cli.checkpoint.cache_dir import cache_dir
@@ -21,13 +22,16 @@ from mla_cli.checkpoint.gguf_tokenizer import write_tokenizer
 from mla_cli.console import note, progress
 from mla_cli.errors import InputError, OutputError
 
-FORMAT = 1  # part of the folder's name: raise it when the same file has to be unpacked differently
+FORMAT = 2  # part of the folder's name: raise it when the same file has to be unpacked differently
 SHARD_BYTES = 2 * 1000**3  # one shard is in memory while it is written
+_PLAIN = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
 _RECORD = "mla_gguf.json"  # lists the other files with their sizes: without it the folder is not complete
 
 
 def materialise_gguf(path: Path) -> Path:
-    """Dequantise a GGUF file to bfloat16 in a Hugging Face folder in the cache, or find it there.
+    """Write a GGUF file as a Hugging Face folder into the cache, or find it there.
+
+    Quantised numbers become bfloat16; a file whose numbers are mostly float32 or float16 keeps that type.
 
     Raises:
         InputError: the file is missing or damaged, or a weight is not finite. UnsupportedError: it holds a model,
@@ -93,56 +97,60 @@ def file_sha256(path: Path) -> str:
 def _write(file: GgufFile, planned: Layout, folder: Path, digest: str) -> None:
     # The tokenizer first: it is quick, and the likeliest to be refused.
     write_tokenizer(file.metadata, planned.config["vocab_size"], folder, file.path)
-    config = json.dumps({**planned.config, "torch_dtype": "bfloat16"}, indent=2) + "\n"
+    dtype = _dtype(file)
+    config = json.dumps({**planned.config, "torch_dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")
-    shards = _shards(planned.targets)
+    shards = _shards(planned.targets, dtype.itemsize)
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         index = {
-            "metadata": {"total_size": sum(_bytes(target) for target in planned.targets)},
+            "metadata": {"total_size": sum(prod(target.shape) for target in planned.targets) * dtype.itemsize},
             "weight_map": {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     bar = iter(progress(planned.targets, f"unpacking {file.path.name}", unit="tensor"))
     for name, shard in zip(names, shards, strict=True):
-        save_file({t.name: _tensor(file, next(bar)) for t in shard}, folder / name, metadata={"format": "pt"})
+        save_file({t.name: _tensor(file, next(bar), dtype) for t in shard}, folder / name, metadata={"format": "pt"})
     next(bar, None)  # lets the bar finish
     sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
     record = {"sha256": digest, "format": FORMAT, "source": file.path.name, "files": sizes}
     (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _shards(targets: Sequence[Target]) -> list[list[Target]]:
+def _dtype(file: GgufFile) -> torch.dtype:
+    """The type that most of the file's numbers have, bfloat16 for the quantised: nothing that it holds is rounded away."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in file.tensors.values():
+        kind = _PLAIN.get(tensor.kind, torch.bfloat16)
+        counts[kind] = counts.get(kind, 0) + prod(tensor.shape)
+    return max(counts, key=lambda kind: counts[kind])
+
+
+def _shards(targets: Sequence[Target], itemsize: int) -> list[list[Target]]:
     shards: list[list[Target]] = [[]]
     size = 0
     for target in targets:
-        if shards[-1] and size + _bytes(target) > SHARD_BYTES:
+        own = prod(target.shape) * itemsize
+        if shards[-1] and size + own > SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(target)
-        size += _bytes(target)
+        size += own
     return shards
 
 
-def _bytes(target: Target) -> int:
-    return 2 * prod(target.shape)
+def _tensor(file: GgufFile, target: Target, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.cat(list(_rounded(file, target, dtype)))
+    tensor = tensor.reshape(target.shape[::-1] if target.transpose else target.shape)
+    if target.order is not None:
+        tensor = tensor[torch.from_numpy(target.order)]
+    return (tensor.T if target.transpose else tensor).contiguous()
 
 
-def _tensor(file: GgufFile, target: Target) -> torch.Tensor:
-    tensor = torch.cat(list(_bfloat16(file, target))).reshape(target.shape)
-    if target.undo == "rows":
-        # llama.cpp rotates neighbours (0,1), Hugging Face the halves (0,d/2): its converter interleaved the rows.
-        width = target.shape[0] // target.heads
-        tensor = tensor.reshape(target.heads, width // 2, 2, -1).transpose(1, 2).reshape(target.shape)
-    elif target.undo == "transpose":
-        tensor = tensor.T
-    return tensor.contiguous()
-
-
-def _bfloat16(file: GgufFile, target: Target) -> Iterator[torch.Tensor]:
-    for rows in file.chunks(target.source):
-        tensor = torch.from_numpy(rows).to(torch.bfloat16)
+def _rounded(file: GgufFile, target: Target, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for rows in file.chunks(target.source, target.rows):
+        tensor = (torch.from_numpy(rows) + target.offset if target.offset else torch.from_numpy(rows)).to(dtype)
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(
                 f"the tensor {target.source} has values that are not finite",

@@ -47,8 +47,8 @@ class GgufFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
-    def chunks(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
-        """A tensor in float32, as groups of rows ([rows, last dimension]).
+    def chunks(self, name: str, wanted: range | None = None) -> Iterator[npt.NDArray[np.float32]]:
+        """A tensor in float32, as groups of rows ([rows, last dimension]); `wanted`: only these rows.
 
         Raises:
             UnsupportedError: its number format is not known.
@@ -58,9 +58,10 @@ class GgufFile:
         rows = prod(tensor.shape[:-1])
         raw = np.memmap(self.path, np.uint8, "r", tensor.offset, (rows, tensor.size // rows))
         step = max(1, _CHUNK // columns)
-        for start in range(0, rows, step):
+        wanted = range(rows) if wanted is None else wanted
+        for start in wanted[::step]:
             try:
-                yield dequantize(np.array(raw[start : start + step]), tensor.kind)
+                yield dequantize(np.array(raw[start : min(start + step, wanted.stop)]), tensor.kind)
             except NotImplementedError as error:
                 raise UnsupportedError(
                     f"numbers of type {tensor.kind.name} cannot be read",

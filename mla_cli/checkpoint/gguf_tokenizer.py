@@ -11,13 +11,16 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
-from mla_cli.checkpoint.gguf_layout import ORIGINAL
+from mla_cli.checkpoint.gguf_keys import ORIGINAL
 from mla_cli.errors import InputError, UnsupportedError
 from mla_cli.model.tokenizer_build import (
+    BLOOM_SPLIT,
     GPT2_SPLIT,
+    GPT4O_SPLIT,
     LLAMA3_SPLIT,
     QWEN2_SPLIT,
     SPACE,
+    TEKKEN_SPLIT,
     PieceKind,
     add_ends,
     added_tokens,
@@ -40,19 +43,24 @@ class _PreTokenizer:
     adds_bos: bool = False  # where the file does not say
 
 
-_DIGITS = _PreTokenizer((r"\p{N}", GPT2_SPLIT))
+_GPT2, _DIGITS = _PreTokenizer(), _PreTokenizer((r"\p{N}", GPT2_SPLIT))
 _LLAMA3 = _PreTokenizer((LLAMA3_SPLIT,), ignore_merges=True, adds_bos=True)
+_QWEN2 = _PreTokenizer((QWEN2_SPLIT,), nfc=True)
+_CL100K = _PreTokenizer((LLAMA3_SPLIT,))  # the same expression
+_PUNCTUATION, _THREE_DIGITS = r"[\p{P}\$\+<=>\^~\|`]+", "[0-9][0-9][0-9]"
 _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
-    "gpt-2": _PreTokenizer(),
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _PreTokenizer((QWEN2_SPLIT,), nfc=True),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
+    "stablelm2": _PreTokenizer((QWEN2_SPLIT,)),
+    "tekken": _PreTokenizer((TEKKEN_SPLIT,), ignore_merges=True, adds_bos=True),
+    "gpt-4o": _PreTokenizer((GPT4O_SPLIT,)),
+    "falcon": _PreTokenizer((_PUNCTUATION, GPT2_SPLIT, _THREE_DIGITS)),
+    "bloom": _PreTokenizer((BLOOM_SPLIT,)),
     # llama.cpp's own fallback; no tokenizer was trained with it, but it is what such files are run with.
-    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", _THREE_DIGITS)),
 }
 
 

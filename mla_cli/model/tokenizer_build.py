@@ -14,6 +14,14 @@ LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# A word is capitals and then small letters; GPT-4o's also takes the English endings with it.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TEKKEN_SPLIT = _WORDS % ("", "") + r"|\p{N}" + _REST
+GPT4O_SPLIT = _WORDS % (_ENDINGS, _ENDINGS) + r"|\p{N}{1,3}" + _REST
+BLOOM_SPLIT = " ?[^(\\s|.,!?…。，、।۔،)]+"
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPACE = "▁"
 

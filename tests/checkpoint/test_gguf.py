@@ -307,7 +307,7 @@ def test_an_output_equal_to_the_embedding_is_tied(tmp_path: Path) -> None:
         ({"rope.scaling.type": "longrope"}, "longrope"),
         ({"attention.scale": 0.5}, "attention.scale"),
         ({"attention.sliding_window": 4096}, "sliding_window"),
-        ({"expert_count": 8}, "expert_count"),
+        ({"expert_gating_func": 2}, "expert_gating_func"),
         ({"logit_scale": 2.0}, "logit_scale"),
     ],
 )
@@ -322,14 +322,14 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedError, match=r"'mamba'.*llama, qwen2, gpt2"):
+    with pytest.raises(UnsupportedError, match=r"'mamba'.*llama, qwen2, .*gpt2"):
         materialise_gguf(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("pre", ["tekken", None])
+@pytest.mark.parametrize("pre", ["viking", None])
 def test_an_unknown_pre_tokenizer_is_refused_by_name(tmp_path: Path, pre: str | None, cache: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", tiny(tmp_path), add_tokenizer=lambda writer: add_bpe(writer, pre))
-    with pytest.raises(UnsupportedError, match=r"tekken.*smollm" if pre else "does not name"):
+    with pytest.raises(UnsupportedError, match=r"viking.*smollm" if pre else "does not name"):
         materialise_gguf(path)
     assert not list((cache / "gguf").iterdir())
 
