@@ -37,6 +37,8 @@ from mla_cli.report.charts import spectrum_points
 
 # Rounding the weights to bfloat16 moves the held-out loss by about 1e-3 nats; a wrong tensor by far more than this.
 VERIFY_NATS = 0.05
+# Divergence from the source past which the output is hardly the same model: each token is half as likely on average.
+USELESS_NATS = math.log(2)
 
 
 def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.device, command: str) -> dict[str, Any]:
@@ -95,6 +97,9 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     except BaseException:
         remove(out.resolve())  # unverified, it would look complete
         raise
+    if not held_out["final"].kl < USELESS_NATS:
+        notes.append(_too_much_lost(held_out["final"].kl, options))
+        warn(notes[-1])
     timings.seconds["total"] = sum(timings.seconds.values())
     losses = {name: Loss(**loss) for name, loss in facts["held_out"].items()}
     report = build_report(
@@ -229,6 +234,11 @@ def _verify(held_out: dict[str, Loss], out: Path) -> dict[str, Any]:
             fix="it was removed; check the disk, and report this if it comes again",
         )
     return {"reloaded": True, "nll_difference": moved}
+
+
+def _too_much_lost(kl: float, options: ConvertOptions) -> str:
+    further = "" if options.heal.mode == "full" else ", or heal it (--heal full)"
+    return f"the model diverges from its source by {kl:.3g} nats a token and is of little use: lower the ratio{further}"
 
 
 def _stored_numbers(model: ModelSource) -> int:

@@ -167,7 +167,8 @@ def test_a_log_tells_the_phases(source: Path, capsys: pytest.CaptureFixture[str]
     places = [lines.index(phase) for phase in phases]
     assert places == sorted(places)
     assert convert(source, "--ratio", 2, "--force", "--quiet") == 0
-    assert capsys.readouterr().err == ""
+    said = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("warning: the model diverges") for line in said)  # random weights lose much
 
 
 def test_zero_and_repeated_rows_are_fine(source: Path) -> None:
@@ -240,12 +241,13 @@ def test_refuses_configurations_in_one_line(source: Path, capsys: pytest.Capture
     assert not (source.parent / "out").exists()
 
 
-def test_null_keys_mean_their_defaults(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nothing", [None, ...])
+def test_null_and_absent_keys_mean_their_defaults(tmp_path: Path, nothing: Any) -> None:
     source = tmp_path / "source"
     save_tiny(source, "llama", num_attention_heads=6, num_key_value_heads=6)
     save_tokenizer(source)
     save_text(tmp_path / "text.txt")
-    edit_config(source, num_key_value_heads=None, head_dim=None)
+    edit_config(source, num_key_value_heads=nothing, head_dim=nothing)
     assert convert(source, "--ratio", 2) == 0
 
 
