@@ -150,10 +150,12 @@ class Keys:
         )
         return not np.array_equal(first, second)
 
-    def token_ids(self) -> dict[str, int]:
+    def token_ids(self) -> dict[str, int | None]:
+        """Ids of special tokens; none where the file has none: a configuration's own default may lie outside the vocabulary."""
         names = {"bos": "bos", "eos": "eos", "padding": "pad"}
         found = {ours: self.file.metadata.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in names.items()}
-        return {f"{ours}_token_id": i for ours, i in found.items() if isinstance(i, int) and i < self.rows()}
+        rows = self.rows()
+        return {f"{ours}_token_id": i if isinstance(i, int) and i < rows else None for ours, i in found.items()}
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.get(name)

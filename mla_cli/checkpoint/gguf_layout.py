@@ -126,10 +126,11 @@ def _order(
     spec: DecoderSpec, rules: Mapping[str, TensorRule], ours: list[str], architecture: Architecture
 ) -> Index | None:
     """Which row of the GGUF tensor each row of the checkpoint's tensor is."""
-    if (
-        len(ours) > 1
-    ):  # queries, keys and values stand one below the other in GGUF, whatever their order is in the checkpoint
-        place = np.concatenate([np.asarray(rules[name].rows, np.int64) for name in ours])
+    if len(ours) > 1:
+        # Queries, keys and values stand one below the other in GGUF, whatever their order is in the checkpoint; a fused MLP
+        # (Phi-3) is as it was.
+        parts = [rules[name].rows for part in "qkv" for name in ours if f".{part}_proj." in name]
+        place = np.asarray([row for rows in parts for row in rows or ()], np.int64)
         order = np.empty_like(place)
         order[place] = np.arange(len(place))
         return None if np.array_equal(order, np.arange(len(order))) else order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from mla_cli.kernels.cpu.prompt import prompt_attention
 from mla_cli.model.decoder import Decoder, DecoderLayer
 from mla_cli.model.families import family_of
 from mla_cli.model.families.base import Family, TensorRule
+from mla_cli.model.families.multimodal import text_name, text_part
 from mla_cli.model.spec import DecoderSpec
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -81,14 +82,21 @@ def resolve(source: Source) -> ModelSource:
     Raises:
         InputError: a tensor is missing, has a wrong shape or type, or would be left unused.
     """
+    notes: list[str] = []
+    text, infos = text_part(source.config), source.tensors.infos
+    stored = {name: name for name in infos}  # the tensor's name for the family -> in the file
+    if text is not None:
+        outer, source = source.config["model_type"], replace(source, config=text)
+        stored = {short: name for name in infos if (short := text_name(name)) is not None}
+        infos = {name: infos[name] for name in stored.values()}
+        notes.append(f"{outer} reads images too: the text model inside it alone is taken")
     family = family_of(source.config)
     spec = family.spec(source.config)
-    infos = source.tensors.infos
-    notes: list[str] = []
-    if spec.tied and "lm_head.weight" in infos:
-        spec, said = _resolve_tied(source, family, spec)
+    if spec.tied and "lm_head.weight" in stored:
+        spec, said = _resolve_tied(source, family, spec, stored)
         notes += said
-    rules = family.tensors(spec, frozenset(infos))
+    rules = family.tensors(spec, frozenset(stored))
+    rules = {name: replace(rule, source=stored.get(rule.source, rule.source)) for name, rule in rules.items()}
     for rule in rules.values():
         info = infos.get(rule.source)
         if info is None:
@@ -106,7 +114,7 @@ def resolve(source: Source) -> ModelSource:
                 fix="the model is quantised; dequantise it first (save it in bfloat16)",
             )
     used = {rule.source for rule in rules.values()}
-    tied_copy = {"lm_head.weight"} if spec.tied else set()
+    tied_copy = {stored.get("lm_head.weight", "lm_head.weight")} if spec.tied else set()
     unused = [name for name in infos if name not in used | tied_copy and not family.skips(name)]
     if unused:
         raise InputError(
@@ -117,11 +125,13 @@ def resolve(source: Source) -> ModelSource:
     return ModelSource(source, family, spec, rules, tuple(notes))
 
 
-def _resolve_tied(source: Source, family: Family, spec: DecoderSpec) -> tuple[DecoderSpec, list[str]]:
+def _resolve_tied(
+    source: Source, family: Family, spec: DecoderSpec, stored: Mapping[str, str]
+) -> tuple[DecoderSpec, list[str]]:
     # A tied flag with another lm_head in the file: the file wins, as in transformers.
-    embedding = family.tensors(spec, frozenset(source.tensors.infos))["model.embed_tokens.weight"].source
-    if embedding in source.tensors.infos and torch.equal(
-        source.tensors.read(embedding), source.tensors.read("lm_head.weight")
+    embedding = family.tensors(spec, frozenset(stored))["model.embed_tokens.weight"].source
+    if embedding in stored and torch.equal(
+        source.tensors.read(stored[embedding]), source.tensors.read(stored["lm_head.weight"])
     ):
         return spec, []
     said = (

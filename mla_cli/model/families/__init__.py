@@ -7,6 +7,7 @@ import difflib
 from mla_cli.errors import InputError, UnsupportedError
 from mla_cli.model.families.base import Config, Family
 from mla_cli.model.families.deepseek import DEEPSEEK
+from mla_cli.model.families.multimodal import refuse_multimodal
 from mla_cli.model.families.native import NATIVE
 from mla_cli.model.families.sources import SOURCES
 
@@ -25,6 +26,7 @@ def family_of(config: Config) -> Family:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
+    refuse_multimodal(config)
     known = [name for family in FAMILIES for name in family.model_types]
     nearest = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5)
     hint = f"; nearest: {nearest[0]}" if nearest else ""
