@@ -2,9 +2,9 @@
 // and the tokens of every sequence, phase by phase.
 #include <vector>
 
-#include "attention_int8.h"
+#include "attention_amx.h"
 #include "cache.h"
-#include "linear.h"
+#include "linear_amx.h"
 #include "pool.h"
 
 namespace mla {
@@ -30,6 +30,8 @@ struct Cut {  // how a step's sequences are split for layers with the same windo
 
 struct Me {  // one thread
   float* tile;
+  uint32_t* rows;  // of an `Input`
+  int threads;     // in all
   int phase = 0;
 };
 
@@ -53,6 +55,7 @@ class Engine {
   // Of several matrices over the same input, OUTPUTS outputs at a time: put(which, row, output, value).
   template <class Put>
   void products(Me& me, std::initializer_list<const Linear*> parts, const float* x, int64_t ldx, int rows, Put put) {
+    Input in(x, ldx, rows, (*parts.begin())->k, me.threads, me.rows);
     int count = 0;
     for (const Linear* l : parts) count += (l->n + OUTPUTS - 1) / OUTPUTS;
     each(me, count, [&](int i) {
@@ -61,7 +64,7 @@ class Engine {
         int blocks = (l->n + OUTPUTS - 1) / OUTPUTS;
         if (i < blocks) {
           int begin = i * OUTPUTS, end = begin + OUTPUTS < l->n ? begin + OUTPUTS : l->n;
-          apply(*l, begin, end, x, ldx, rows, [&](int m, int n, float value) { put(which, m, n, value); });
+          apply(*l, begin, end, in, [&](int m, int n, float value) { put(which, m, n, value); });
           return;
         }
         i -= blocks;
@@ -75,14 +78,15 @@ class Engine {
   std::vector<Cut> cuts_;
   std::vector<const Cut*> cut_of_;  // each layer
   Room<float> normed_, q_, low_q_, kv_, absorbed_, heads_, inner_, partial_, mass_, tiles_;
-  int64_t tile_floats_ = 0;
+  Room<uint32_t> inputs_;
+  int64_t tile_floats_ = 0, input_floats_ = 0;
 };
 
 int64_t query_width(const Layer& l) { return l.latent ? padded(l.rank) + padded(l.rope) : padded(l.nope); }
 int64_t value_width(const Layer& l) { return l.latent ? padded(l.rank) : padded(l.v_dim); }
 
 void Engine::prepare(const Step& s) {
-  int64_t m = s.rows, q = 0, low = 0, kv = 0, absorbed = 0, heads = 0, partial = 0, mass = 0, tile = 0;
+  int64_t m = s.rows, q = 0, low = 0, kv = 0, absorbed = 0, heads = 0, partial = 0, mass = 0, tile = 0, widest = s.hidden;
   auto more = [](int64_t& now, int64_t wanted) { now = wanted > now ? wanted : now; };
   cuts_.clear();
   cuts_.reserve(s.num_layers);
@@ -94,6 +98,7 @@ void Engine::prepare(const Step& s) {
     int64_t each = l.latent ? l.heads : l.heads / l.kv_heads;
     more(q, m * l.heads * (l.nope + (l.latent ? l.rope : 0)));
     more(low, m * l.q_a.n);
+    for (int k : {l.q.k, l.o.k, l.down.k}) more(widest, k);
     more(kv, m * (l.latent ? l.rank + l.rope : l.kv_heads * (l.nope + l.v_dim)));
     more(absorbed, m * l.heads * query_width(l));
     more(heads, m * l.heads * l.v_dim);
@@ -104,6 +109,9 @@ void Engine::prepare(const Step& s) {
     more(tile, TOKENS * 2 * (first + second + 2 * LANES) + each * (2 * TOKENS + query_width(l) + 2 * LANES) + LANES);
 #ifdef MLA_HAS_VNNI
     if (l.latent) more(tile, int8_floats(l.rank, l.rope, l.heads));
+#endif
+#ifdef MLA_HAS_TILES
+    if (l.latent) more(tile, tile_floats(l.rank, l.rope, l.heads));
 #endif
   }
   normed_.room(m * s.hidden);
@@ -117,6 +125,8 @@ void Engine::prepare(const Step& s) {
   mass_.room(mass + mass / 4);
   tile_floats_ = padded(tile);
   tiles_.room(tile_floats_ * s.threads);
+  input_floats_ = padded(Input::floats(s.rows, widest));
+  inputs_.room(input_floats_ * s.threads);
 }
 
 // Which tokens of which sequence a task reads.
@@ -289,6 +299,9 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
 #ifdef MLA_HAS_VNNI
     if (l.latent && suits_int8(l.first, l.second, l.rank)) work = attend_int8;
 #endif
+#ifdef MLA_HAS_TILES
+    if (l.latent && suits_tiles(l.first, l.second, l.rank)) work = attend_tiles;
+#endif
     work(keys, absorbed_.data + ((int64_t)part.row * l.heads + part.group * heads) * ldq, ldq, heads, part.begin, part.end,
            l.softcap, tile, partial_.data + (int64_t)i * heads * wide, tops, masses);
     for (int h = 0; h < heads; h++) {
@@ -302,17 +315,18 @@ void Engine::layer(const Layer& l, int index, Step& s, Me& me) {
 
   each(me, m, [&](int row) { norm(l.before_mlp, s.x + (int64_t)row * d, normed_.data + (int64_t)row * d, d); });
   int wide_mlp = l.up.n;
+  Input in(normed_.data, d, m, d, me.threads, me.rows);
   each(me, (wide_mlp + OUTPUTS - 1) / OUTPUTS, [&](int i) {
     int begin = i * OUTPUTS, end = begin + OUTPUTS < wide_mlp ? begin + OUTPUTS : wide_mlp;
     auto at = [&](int row) { return inner_.data + (int64_t)row * wide_mlp; };
     const Linear& acted = l.gate.n ? l.gate : l.up;
-    apply(acted, begin, end, normed_.data, d, m, [&](int row, int n, float value) { at(row)[n] = value; });
+    apply(acted, begin, end, in, [&](int row, int n, float value) { at(row)[n] = value; });
     for (int row = 0; row < m; row++)
       for (int n = begin; n < end; n += LANES) {
         int some = end - n < LANES ? end - n : LANES;
         store_first(at(row) + n, activate(load_first(at(row) + n, some), l.activation), some);
       }
-    if (l.gate.n) apply(l.up, begin, end, normed_.data, d, m, [&](int row, int n, float value) { at(row)[n] *= value; });
+    if (l.gate.n) apply(l.up, begin, end, in, [&](int row, int n, float value) { at(row)[n] *= value; });
   });
   products(me, {&l.down}, inner_.data, wide_mlp, m, add);
 }
@@ -323,7 +337,7 @@ void Engine::step(Step& s) {
   if ((int)phases_.size() < s.num_layers * PHASES + 1) phases_ = std::vector<Phase>(s.num_layers * PHASES + 1);
   for (Phase& phase : phases_) phase.reset();
   pool_.run(s.threads, [&](int id) {
-    Me me{tiles_.data + id * tile_floats_};
+    Me me{tiles_.data + id * tile_floats_, inputs_.data + id * input_floats_, s.threads};
     for (int i = 0; i < s.num_layers; i++) layer(s.layers[i], i, s, me);
     each(me, s.rows, [&](int row) { norm(s.last, s.x + (int64_t)row * s.hidden, s.x + (int64_t)row * s.hidden, s.hidden); });
   });
@@ -332,10 +346,13 @@ void Engine::step(Step& s) {
 void Engine::linear(const Linear& l, const float* x, int rows, float* out, int threads) {
   std::atomic<int> next{0};
   int count = (l.n + OUTPUTS - 1) / OUTPUTS;
-  pool_.run(threads, [&](int) {
+  int64_t each = padded(Input::floats(rows, l.k));
+  inputs_.room(each * threads);
+  pool_.run(threads, [&](int id) {
+    Input in(x, l.k, rows, l.k, threads, inputs_.data + id * each);
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
       int begin = i * OUTPUTS, end = begin + OUTPUTS < l.n ? begin + OUTPUTS : l.n;
-      apply(l, begin, end, x, l.k, rows, [&](int m, int n, float value) { out[(int64_t)m * l.n + n] = value; });
+      apply(l, begin, end, in, [&](int m, int n, float value) { out[(int64_t)m * l.n + n] = value; });
     }
   });
 }

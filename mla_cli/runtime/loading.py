@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla_cli.checkpoint.cache_dir import cache_dir
+from mla_cli.checkpoint.deepseek_form import without_query_detour
 from mla_cli.checkpoint.engine_scales import check_engine_scales
 from mla_cli.checkpoint.kv_cache import CachePlan, cache_plan
 from mla_cli.checkpoint.latent_strength import check_latent_strength, narrowed_layer
@@ -12,6 +13,7 @@ from mla_cli.checkpoint.load import ModelSource, load_frame, load_layer
 from mla_cli.console import note
 from mla_cli.kernels.cpu.build import load_library
 from mla_cli.kernels.quantized import LatentQuantizer, normalize_dtype
+from mla_cli.model.attention import LatentAttention
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.kept_linear import keep_linears, keep_tables
 from mla_cli.runtime.cpu_step import CpuStep, why_not
@@ -68,7 +70,10 @@ def load_to_run(
     layers = []
     for index in range(model.spec.num_layers):
         layer = narrowed_layer(load_layer(model, index, dtype=dtype, device=device), latent_strength)
-        layer = with_int8_weights(layer) if weights == "int8" else layer
+        if weights == "int8":
+            layer = with_int8_weights(layer)
+        elif isinstance(layer.self_attn, LatentAttention):  # a product less for each token
+            layer = layer.with_attention(without_query_detour(layer.self_attn))
         layers.append(layer)
         if keep_bfloat16:
             keep_linears(layer)

@@ -136,6 +136,7 @@ def test_latent_layers(kind: str) -> None:
     {"kv_lora_rank": 512, "num_heads": 2, "qk_rope_head_dim": 64, "rotary": RotarySpec(dim=64)},
     {"kv_lora_rank": 64, "num_heads": 1, "softcap": 3.0}, {"kv_lora_rank": 64, "window": 37},
     {"kv_lora_rank": 64, "qk_rope_head_dim": 0}, {"kv_lora_rank": 64, "scale": 1.0},
+    {"kv_lora_rank": 100, "num_heads": 35, "softcap": 2.0}, {"kv_lora_rank": 128, "num_heads": 16, "window": 200},
 ])  # fmt: skip
 def test_int8_latents_of_any_width_are_multiplied_as_codes(changes: dict[str, Any]) -> None:
     decoder = decoder_of(latent(**changes))
@@ -262,6 +263,35 @@ def test_a_step_is_the_same_every_time_and_with_any_number_of_threads() -> None:
             again = cache.select(torch.arange(2))
             found.append(CpuStep(decoder, library(), threads)(decoder, tokens, again))
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("quantizer", [None, LatentQuantizer("int8")])
+def test_a_sequence_is_computed_alike_beside_any_others(quantizer: LatentQuantizer | None) -> None:
+    attention = latent(kv_lora_rank=64, num_heads=6)
+    decoder = decoder_of(attention, hidden_size=64, intermediate_size=96).bfloat16()
+    lengths = [70, 3, 129, 40, 7, 300, 64, 1, 19, 5, 33, 90, 128, 2, 17, 66, 11, 257, 63]
+    with torch.inference_mode():
+        cache = filled(decoder, lengths, quantizer and (quantizer,), torch.bfloat16)
+        tokens = torch.arange(len(lengths))[:, None] % VOCAB
+        step = CpuStep(decoder, library(), 2)
+        together = step(decoder, tokens, cache.select(torch.arange(len(lengths))))
+        for rows in ([0], [5, 2], [17, 18, 3, 4, 1], list(range(16))):
+            alone = step(decoder, tokens[rows], cache.select(torch.tensor(rows)))
+            assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", ["amx-tile", "avx512vnni", "avx512bf16", "avx512f"])
+def test_processors_that_can_less(tmp_path: Path, without: str) -> None:
+    # These tests again, with a library that makes no use of some instructions.
+    environment = {**os.environ, "CXX": f"g++ -mno-{without}", "MLA_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", __file__]
+    if without == "avx512vnni":  # then they are multiplied as bfloat16, with queries that are rounded to it
+        command += ["-k", "not multiplied_as_codes"]
+    root = Path(__file__).parents[2]
+    told = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert told.returncode == 0, told.stdout[-2000:]
+    assert "skipped" not in told.stdout
 
 
 def test_errors_are_the_decoders_own() -> None:
