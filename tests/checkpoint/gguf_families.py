@@ -14,6 +14,7 @@ from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType
 from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.torch import load_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "phi": "phi2", "gpt_neox": "gptneox",
@@ -99,6 +100,12 @@ def _keys(config: Any, architecture: str) -> dict[str, Any]:
     }
     if rope.get("rope_type") == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") == "yarn":
+        trained = rope["original_max_position_embeddings"]
+        keys |= {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": trained,
+        }  # fmt: skip
     if getattr(config, "head_dim", None):
         keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     experts = _first(config, "num_local_experts", "num_experts")
@@ -176,6 +183,10 @@ def _renamed(tensors: Tensors, architecture: str, layers: int) -> Tensors:
 
 def _tables(config: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        width = 2 * len(scaled)
+        yield "rope_freqs.weight", (rope["rope_theta"] ** -(torch.arange(0, width, 2) / width) / scaled).float().numpy()
     if architecture == "phi3" and "long_factor" in rope:
         for length in ("long", "short"):
             yield f"rope_factors_{length}.weight", np.asarray(rope[f"{length}_factor"], np.float32)

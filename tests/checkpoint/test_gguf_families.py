@@ -30,10 +30,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2_moe", {"mlp_only_layers": [], "bias": 0.5}),
     "qwen3-moe": ("qwen3_moe", {}),
     "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8, "final_logit_softcapping": 30.0}),
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "num_hidden_layers": 6}),
     "gemma3-linear": ("gemma3", {
-        "query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "num_hidden_layers": 6, "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 8, "sliding_window_pattern": 6, "num_hidden_layers": 6, "final_logit_softcapping": 30.0,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -91,7 +91,7 @@ def test_logits_are_those_of_the_source(tmp_path: Path, case: str) -> None:
     decoder = load_decoder(open_model(str(file)))
     with torch.inference_mode():
         expected = source(tokens).logits
-        assert expected.std() > 0.1
+        assert len(expected.unique()) > 0.9 * expected.numel()  # neither flat nor at the ends of a soft-cap
         # (Gemma's norms are written as 1 + w.)
         assert torch.allclose(theirs(tokens).logits, expected, atol=1e-4 if "gemma" in case else 0, rtol=0)
         assert torch.allclose(decoder.logits(decoder(tokens)), expected, atol=2e-4, rtol=0)
