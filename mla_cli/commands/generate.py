@@ -12,6 +12,7 @@ from mla_cli import console
 from mla_cli.commands import generate_options as own
 from mla_cli.commands import options, serving, watching
 from mla_cli.commands.configured import check_width, configured, configured_strength, warm_up
+from mla_cli.commands.tiering import tiered
 from mla_cli.errors import InputError, MlaError, UsageError
 from mla_cli.runtime import choices
 from mla_cli.runtime.sampling_params import SamplingParams
@@ -140,9 +141,9 @@ def generate(
         check_width(values, config, engine.generator.decoder)
         for note in engine.notes:
             console.note(note)
-        warm_up(values, config, engine)
         try:
-            with watching.watched(place, engine.generator):
+            with tiered(values, engine), watching.watched(place, engine.generator):
+                warm_up(values, config, engine)
                 if server is not None:
                     serving.run(server, engine, ckpt, params, place.figures)
                 elif prompts is not None:

@@ -8,7 +8,8 @@ is never written to: only whole chunks of prompts are, and a sequence goes on in
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -24,6 +25,29 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
+class Below(Protocol):
+    """Where kept chunks of prompts go that the pool has no more place for."""
+
+    def save(self, name: bytes, pages: Sequence[int]) -> None:
+        """Take over a chunk that is about to leave the pool."""
+
+    def fetch(self, name: bytes) -> bool:
+        """Bring a chunk back to the pool, where it is kept then; whether it is there."""
+
+    def joined(self, names: Sequence[bytes], found: int) -> None:
+        """A request with chunks of these names has got pages, and found the first so many of them."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `look_ahead` does anything."""
+
+    def look_ahead(self, names: Iterable[bytes], *, running: int) -> None:
+        """Between two turns: what the waiting requests will ask for, and how many run."""
+
+    def settle(self) -> None:
+        """Wait until no page is being filled: before pages are moved."""
+
+
 class PagePool:
     """Pages, who uses them, and what of them can be used again.
 
@@ -35,10 +59,12 @@ class PagePool:
         limit: less once memory has run out.
         most_used: most pages that sequences used at a time.
         growths: times that the pool has grown; views from before then show what is no longer used.
+        below: the tiers that kept prompts go to, if any. found: chunks that were found here.
     """
 
     def __init__(self, make_cache: Callable[[int, int], Cache], limit: int) -> None:
-        self.limit, self.most_used, self.growths = limit, 0, 0
+        self.limit, self.most_used, self.growths, self.found = limit, 0, 0, 0
+        self.below: Below | None = None
         self._storage = make_cache(1, PAGE_TOKENS)  # page 0 stays empty: it fills tables up
         self._users = [1]  # of each page
         self._free: list[int] = []
@@ -63,6 +89,19 @@ class PagePool:
     def available(self) -> int:
         """Pages that can be had without taking any from a sequence."""
         return self.limit - self.used + self.kept
+
+    @property
+    def storage(self) -> Cache:
+        """All pages."""
+        return self._storage
+
+    def has(self, name: bytes) -> bool:
+        """Whether pages are kept under a name."""
+        return name in self._kept
+
+    def kept_chunks(self) -> Iterable[tuple[bytes, tuple[int, ...]]]:
+        """Names and pages of what is kept, the latest used last."""
+        return list(self._kept.items())
 
     def fragmentation(self, chunk: int) -> float:
         """Of the runs of `chunk` pages in which any is used: the share that would be free if used pages lay together."""
@@ -117,13 +156,23 @@ class PagePool:
 
     def share(self, name: bytes) -> tuple[int, ...]:
         """The pages kept under a name, for one more user; none if there are none."""
+        here = name in self._kept
+        if not here and self.below is not None:
+            self.below.fetch(name)
         pages = self._kept.get(name, ())
         if pages:
+            self.found += here
             self._kept.move_to_end(name)
             for page in pages:
                 self._users[page] += 1
             self.most_used = max(self.most_used, self.used - self.kept)
         return pages
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        """These were used, the last of them last."""
+        for name in names:
+            if name in self._kept:
+                self._kept.move_to_end(name)
 
     def forget_kept(self) -> None:
         """Keep nothing any longer."""
@@ -163,6 +212,8 @@ class PagePool:
         """Free what was kept and not used for the longest time."""
         for name, pages in self._kept.items():
             if all(self._users[page] == 1 for page in pages):
+                if self.below is not None:
+                    self.below.save(name, pages)
                 del self._kept[name]
                 self.release(pages)
                 return True

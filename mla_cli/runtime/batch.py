@@ -96,16 +96,24 @@ class Batch:
         self._cache: Cache | None = None  # None: the rows or their pages have changed
         self._sampler: tuple[list[ActiveSequence], RowSampler] | None = None
 
+    def cut(self, sequence: ActiveSequence) -> None:
+        """Say where a sequence's prompt is cut into chunks, and what these are called."""
+        if not sequence.ends:
+            length = len(sequence.prompt)
+            sequence.ends = [length] if self._reads_whole else chunk_ends(length)
+            sequence.names = _names(sequence.prompt, sequence.ends) if self._share else []
+
     def join(self, sequence: ActiveSequence) -> bool:
         """Take in a sequence, with what others have left of its prompt; False, and nothing done, if pages are wanting."""
-        ends = [len(sequence.prompt)] if self._reads_whole else chunk_ends(len(sequence.prompt))
-        names = _names(sequence.prompt, ends) if self._share else []
-        pages = self._shared(names)
+        self.cut(sequence)
+        pages = self._shared(sequence.names)
         more = self._pool.take(pages_for(len(sequence.prompt) + 1) - len(pages))
         if more is None:
             self._pool.release(pages)
             return False
-        sequence.ends, sequence.names = ends, names
+        if self._pool.below is not None:
+            found = bisect_right(sequence.ends, len(pages) * PAGE_TOKENS)
+            self._pool.below.joined(sequence.names, found)
         sequence.pages, sequence.cached = pages + more, len(pages) * PAGE_TOKENS
         sequence.cache = self._pool.view([sequence.pages], [sequence.cached])
         self.shared_tokens += sequence.cached
@@ -118,6 +126,7 @@ class Batch:
         if broken:
             self._pool.clear(sequence.pages)
         self._pool.release(sequence.pages)
+        self._pool.touch(reversed(sequence.names))  # a chunk is of no use without those before it: these leave last
         sequence.pages, sequence.cache, sequence.cached = [], None, 0
         self._cache = self._sampler = None
         if self._live is not None:

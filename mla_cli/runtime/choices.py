@@ -22,6 +22,9 @@ WARM_SHARE = 0.05
 PAGE_TOKENS = 64  # tokens of a page of the cache's pool (as in `cache_store`, which loads torch)
 CHUNK_TOKENS = 256  # what the size of the cache's pool is counted in
 
+DEFAULT_FILE_CHUNKS = 256  # of a file of kept prompts: of 256 tokens each, half a gigabyte of a model of 8 kB a token
+LOOKAHEAD, LOOK_THRESHOLD, FALLBACK_THRESHOLD, COOL_DOWN = 3, 0.7, 0.85, 5  # of prefetching, unless said otherwise
+
 
 def check_backend(backend: str) -> str:
     """Refuse a backend that does not exist, before any work.

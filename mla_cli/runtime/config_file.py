@@ -24,6 +24,9 @@ PROFILES: dict[str, dict[str, Any]] = {
     "edge": {"runtime.max_batch": 1, "runtime.max_context": 2048, "latent_attention.memory.pool_size": 8},
 }
 
+# Keys of a section that say how something is done, and nothing where it is not.
+NEEDS = {"prefetch": ("lookahead", "threshold"), "tiers": ("file_size", "keep_file")}
+
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses a key that occurs twice, and reads `1e-3` as the number that it is in YAML 1.2."""
@@ -103,7 +106,6 @@ def effective_config(values: Mapping[str, Any], options: Mapping[str, Any]) -> s
     whole = {
         "latent_attention.enabled": "auto",
         "latent_attention.prefetch.enabled": False,
-        "latent_attention.fallback.threshold": 0,
         "latent_attention.memory.defrag_interval": 0,
         "safety.nan_check": True,
         **values,
@@ -178,13 +180,13 @@ def _advice(names: tuple[str, ...]) -> str:
 
 
 def _check_together(values: Mapping[str, Any], path: Path) -> None:
-    prefetch = [name for name in values if name.startswith("latent_attention.prefetch.")]
-    if prefetch and "latent_attention.prefetch.enabled" not in values:
-        raise UnsupportedError(
-            "pages stay in one pool: there are no tiers to fetch them from",
-            where=f"{path}:{prefetch[0]}",
-            fix="set latent_attention.prefetch.enabled to false, or leave it out",
-        )
+    for section, needed in (("prefetch", "prefetch.enabled"), ("tiers", "tiers.file")):
+        alone = [name for name in NEEDS[section] if f"latent_attention.{section}.{name}" in values]
+        if alone and f"latent_attention.{needed}" not in values:
+            where = f"{path}:latent_attention.{section}.{alone[0]}"
+            raise InputError(
+                "alone it does nothing", where=where, fix=f"set latent_attention.{needed}, or leave it out"
+            )
     projection, attention = values.get("precision.projection"), values.get("precision.attention")
     if projection not in (None, "auto", "int8") and attention not in (None, "auto", projection):
         raise UnsupportedError(

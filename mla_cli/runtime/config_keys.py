@@ -155,6 +155,13 @@ def enabled(value: Any) -> bool:
     return value
 
 
+def boolean(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise NotAllowedError(f"it cannot be {_shown(value)}", "give true or false")
+    return value
+
+
 class LeftOut(Exception):  # noqa: N818 (no error: the value is as good as none)
     """A value that says what leaving the key out says."""
 
@@ -196,7 +203,6 @@ def _sampling(name: str) -> Check:
     return check
 
 
-_NO_TIERS = "pages stay in one pool: there are no tiers to fetch them from"
 FLOATS = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _FLOAT_ALIASES = {long: short for short, long in FLOATS.items()}
 _float = one_of(*FLOATS, aliases=_FLOAT_ALIASES)
@@ -206,17 +212,21 @@ KEYS: tuple[Key, ...] = (
     Key("latent_attention.enabled", enabled),
     Key("latent_attention.latent_dim", whole(1)),
     Key("latent_attention.chunk_size", whole(choices.PAGE_TOKENS, multiple=choices.PAGE_TOKENS)),
-    Key("latent_attention.prefetch.enabled", only(False, _NO_TIERS)),
+    Key("latent_attention.prefetch.enabled", boolean),
     Key("latent_attention.prefetch.lookahead", whole(1)),
     Key("latent_attention.prefetch.threshold", share()),
-    Key("latent_attention.fallback.threshold", only(0, f"{_NO_TIERS}, and so no hit rate to fall back by")),
+    Key("latent_attention.fallback.threshold", share()),
     Key("latent_attention.fallback.min_chunk", never("nothing falls back to another kind of attention")),
-    Key("latent_attention.fallback.cool_down", never("nothing falls back to another kind of attention")),
+    Key("latent_attention.fallback.cool_down", whole(0)),
     Key("latent_attention.memory.pool_size", whole(1), "pool_size"),
     Key(
         "latent_attention.memory.defrag_interval",
         only(0, "pages are of one size, and any free one will do: there is nothing to compact"),
     ),
+    Key("latent_attention.tiers.host_size", whole(0)),
+    Key("latent_attention.tiers.file", matching(r"[^\0]+", "the path of a file")),
+    Key("latent_attention.tiers.file_size", whole(1)),
+    Key("latent_attention.tiers.keep_file", boolean),
     Key("precision.projection", one_of(*FLOATS, "int8", aliases=_FLOAT_ALIASES)),
     Key("precision.attention", _float),
     Key("precision.cache", one_of(*choices.KV_DTYPES, aliases=choices.KV_DTYPE_ALIASES), "kv_dtype"),

@@ -24,12 +24,14 @@ class Engine:
 
     Attributes:
         notes: what a user should know about how it runs.
+        cache_form: what decides of the cache's numbers, beside the checkpoint and what computes.
     """
 
     model: ModelSource
     tokenizer: Tokenizer
     generator: Generator
     notes: tuple[str, ...]
+    cache_form: str = ""
 
 
 def open_engine(
@@ -109,7 +111,8 @@ def open_engine(
         notes.append(f"the model has {positions} positions: --max-context {max_context} is lowered to that")
     if chosen == torch.float16 and device.type == "cpu":
         notes.append("float16 is many times slower than float32 or bfloat16 on a CPU")
-    return Engine(model, tokenizer, generator, tuple(notes))
+    form = f"{plan.quantizers} {plan.strength} {weights} {cache_dtype}"
+    return Engine(model, tokenizer, generator, tuple(notes), form)
 
 
 def _how(device: torch.device, dtype: torch.dtype, stored: torch.dtype, decoder: Decoder) -> str:

@@ -149,6 +149,11 @@ class Generator:
             kept.append(end)
         return kept
 
+    @property
+    def pool(self) -> PagePool:
+        """The pages of all requests."""
+        return self._pool
+
     def scheduler(self) -> Scheduler:
         """Runs sequences that `prepare` made, as many as come; one at a time, and by one thread."""
         batch = Batch(self.decoder, self._pool, live=self._live)

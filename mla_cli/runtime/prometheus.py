@@ -13,6 +13,7 @@ from mla_cli.checkpoint.disk import check_writable, disk_error
 from mla_cli.errors import MlaError, OutputError
 from mla_cli.runtime.monitor import Monitor
 from mla_cli.runtime.statistics import Statistics
+from mla_cli.runtime.tier_counts import TierCounts
 from mla_cli.runtime.times import Times
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -115,7 +116,36 @@ def _families(statistics: Statistics, monitor: Monitor) -> Iterable[Family]:
     yield from _times("mla_time_to_first_token", "Time from a request's handing in to its first token", s.first_token_s)
     yield from _times("mla_time_per_token", "Time between two tokens of a request", s.between_tokens_s)
     yield _gauge("mla_cache_bytes_per_token", "Bytes of a cached token, over all layers.", s.cache_bytes_per_token)
+    if s.tiers is not None:
+        yield from _of_the_tiers(s.tiers)
     yield from _of_the_picture(monitor)
+
+
+def _of_the_tiers(c: TierCounts) -> Iterable[Family]:
+    found = CounterMetricFamily("mla_tier_chunks", "Chunks of prompts, by where they were found.", labels=["tier"])
+    for tier, count in (
+        ("pool", c.from_pool), ("host", c.from_host), ("file", c.from_file), ("none", c.from_nowhere)
+    ):  # fmt: skip
+        found.add_metric([tier], count)
+    yield found
+    text = "Chunks of prompts that made place for others."
+    left = CounterMetricFamily("mla_tier_evictions", text, labels=["tier"])
+    for tier, count in (("pool", c.pool_evictions), ("host", c.host_evictions), ("file", c.file_evictions)):
+        left.add_metric([tier], count)
+    yield left
+    held = GaugeMetricFamily("mla_tier_bytes", "Bytes of chunks outside the pool.", labels=["tier"])
+    held.add_metric(["host"], c.host_bytes)
+    held.add_metric(["file"], c.file_bytes)
+    yield held
+    yield CounterMetricFamily("mla_tier_loaded_bytes", "Bytes brought back to the pool.", c.loaded_bytes)
+    yield CounterMetricFamily("mla_tier_load_seconds", "Time that requests waited for chunks to come back.", c.load_s)
+    yield CounterMetricFamily("mla_tier_damaged_chunks", "Chunks in the file that were not as written.", c.damaged)
+    text = "Chunks brought back before a request came to them."
+    yield CounterMetricFamily("mla_prefetched_chunks", text, c.prefetched)
+    yield CounterMetricFamily("mla_prefetched_chunks_used", "Of these, those that a request then used.", c.wanted)
+    text = "Time that requests would have waited for these."
+    yield CounterMetricFamily("mla_prefetch_saved_seconds", text, c.saved_s)
+    yield CounterMetricFamily("mla_prefetch_fallbacks", "Times that guessing was given up for a while.", c.fallbacks)
 
 
 def _of_the_picture(monitor: Monitor) -> Iterable[Family]:

@@ -146,17 +146,22 @@ def run_facts(
     """
     usable = [[line.number, line.id, line.prompt, asdict(line.params)] for line in lines if line.error is None]
     prompts = [usable, [[line.number, line.id, str(line.error)] for line in lines if line.error is not None]]
+    how = {**options, "dtype": str(decoder.dtype), "device": decoder.device.type, "kernels": decoder.computed_by}
+    return {
+        "version of mla": __version__,
+        "model": model_digest(folder, weights_sha256),
+        "file of prompts, or other sampling options": _digest(prompts),
+        "set of options": json.dumps(how, sort_keys=True, default=str),
+    }
+
+
+def model_digest(folder: Path, weights_sha256: str) -> str:
+    """Of all of a checkpoint that answers depend on."""
     model = hashlib.sha256(weights_sha256.encode())
     for file in sorted(folder.glob("*.json")) + sorted(folder.glob("*.model")) + sorted(folder.glob("*.jinja")):
         if not file.name.startswith("mla_report") and not file.name.endswith(".index.json"):
             model.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
-    how = {**options, "dtype": str(decoder.dtype), "device": decoder.device.type, "kernels": decoder.computed_by}
-    return {
-        "version of mla": __version__,
-        "model": model.hexdigest(),
-        "file of prompts, or other sampling options": _digest(prompts),
-        "set of options": json.dumps(how, sort_keys=True, default=str),
-    }
+    return model.hexdigest()
 
 
 def _digest(value: Any) -> str:

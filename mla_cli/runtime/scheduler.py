@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from time import perf_counter
 
 from mla_cli.errors import MlaError
@@ -20,6 +21,7 @@ from mla_cli.runtime.sequence import ActiveSequence
 from mla_cli.runtime.statistics import Statistics
 
 PATIENCE = 3  # times that a sequence that runs alone may be refused pages in a row
+LOOKED_AT = 4  # of those that wait, for what they will need
 
 
 Look = Callable[[PagePool, Sequence[ActiveSequence], int], None]
@@ -73,6 +75,7 @@ class Scheduler:
     def turn(self) -> Iterator[Event]:
         """One turn; what it gave to each sequence."""
         yield from self._admit()
+        self._look_ahead()
         yield from self._read_prompts()
         yield from self._decode()
         if self._look is not None:
@@ -92,6 +95,16 @@ class Scheduler:
                 self._waiting.popleft()
                 yield from self._refused(first)
             return
+
+    def _look_ahead(self) -> None:
+        """Have chunks come back from other tiers that the first in the queue will ask for."""
+        below = self._pool.below
+        if below is None or not below.looks_ahead:
+            return
+        first = list(islice(self._waiting, LOOKED_AT))
+        for sequence in first:
+            self._batch.cut(sequence)
+        below.look_ahead([name for s in first for name in s.names], running=len(self._batch.rows))
 
     def _read_prompts(self) -> Iterator[Event]:
         reading = [s for s in self._batch.rows if self._batch.next_chunk(s)]

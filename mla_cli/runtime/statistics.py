@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mla_cli.runtime.live_range import LiveRange
+from mla_cli.runtime.tier_counts import TIER_ROWS, TierCounts, tier_figures
 from mla_cli.runtime.times import Times
 
 # Seconds, close enough for quantiles: from a fast GPU's token to a long queue.
@@ -31,6 +32,7 @@ class Statistics:
         most_pages: most pages of the pool that requests used at a time; page_limit: most that there may be.
         fragmentation, joules: see `Picture`, the highest of its kind; None where nobody looked, or the machine does not say.
         alerts: times that a threshold was crossed for the first time.
+        tiers: counts of the tiers below the pool, if there are any.
         live: watches latents whose ranges are static, if there are any.
         cache_bytes_per_token: of one sequence, over all layers; cache_bytes: most that was allocated for all sequences.
     """
@@ -38,6 +40,7 @@ class Statistics:
     cache_bytes_per_token: int = 0
     cache_bytes: int = 0
     live: LiveRange | None = None
+    tiers: TierCounts | None = None
     prompt_tokens: int = 0
     new_tokens: int = 0
     shared_tokens: int = 0
@@ -76,6 +79,7 @@ class Statistics:
             "cache_bytes": self.cache_bytes,
             "cache_use": _rate(self.most_pages, self.page_limit),
             "cache_fragmentation": self.fragmentation,
+            **tier_figures(self.tiers, self.busy_s),
             "latent_range_drift": None if self.live is None else self.live.drift,
             "joules_per_token": None if self.joules is None else _rate(self.joules, self.new_tokens),
             "peak_rss_bytes": peak_rss_bytes(),
@@ -101,6 +105,7 @@ _ROWS = (
     ("cache bytes allocated", "cache_bytes", "count"),
     ("cache in use at most", "cache_use", "share"),
     ("fragmentation at most", "cache_fragmentation", "share"),
+    *TIER_ROWS,
     ("latent range drift", "latent_range_drift", "ratio"),
     ("joules per new token", "joules_per_token", "ratio"),
     ("peak memory of the process", "peak_rss_bytes", "MiB"),

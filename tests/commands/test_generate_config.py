@@ -172,10 +172,13 @@ REFUSED = [
     ("precision: {projection: fp16, attention: bf16}", "precision.projection", "set both to bf16"),
     ("latent_attention: {chunk_size: 100}", "latent_attention.chunk_size", "a multiple of 64"),
     ("latent_attention: {enabled: maybe}", "latent_attention.enabled", "true, false, or auto"),
-    ("latent_attention: {prefetch: {enabled: true}}", "latent_attention.prefetch.enabled", "there are no tiers"),
-    ("latent_attention: {prefetch: {lookahead: 3}}", "latent_attention.prefetch.lookahead", "there are no tiers"),
-    ("latent_attention: {fallback: {threshold: 0.85}}", "latent_attention.fallback.threshold", "set it to 0"),
-    ("latent_attention: {fallback: {cool_down: 5}}", "latent_attention.fallback.cool_down", "leave it out"),
+    ("latent_attention: {prefetch: {enabled: 1}}", "latent_attention.prefetch.enabled", "true or false"),
+    ("latent_attention: {prefetch: {lookahead: 3}}", "latent_attention.prefetch.lookahead", "alone it does nothing"),
+    ("latent_attention: {prefetch: {threshold: 70}}", "latent_attention.prefetch.threshold", "at most 1"),
+    ("latent_attention: {fallback: {threshold: 2}}", "latent_attention.fallback.threshold", "at most 1"),
+    ("latent_attention: {tiers: {host_size: -1}}", "latent_attention.tiers.host_size", "a whole number from 0"),
+    ("latent_attention: {tiers: {file_size: 8}}", "latent_attention.tiers.file_size", "set latent_attention.tiers.file"),
+    ("latent_attention: {tiers: {fle: x}}", "latent_attention.tiers.fle", "did you mean 'latent_attention.tiers.file'?"),
     ("latent_attention: {memory: {defrag_interval: 60}}", "latent_attention.memory.defrag_interval", "set it to 0"),
     ("safety: {nan_check: false}", "safety.nan_check", "set it to true"),
     ("safety: {grad_clip: 1.0}", "safety.grad_clip", "leave it out"),
@@ -339,6 +342,59 @@ def test_beginnings_that_are_read_ahead(long_model: str, tmp_path: Path, capfd: 
     warm, _ = run([conversation], *arguments)
     assert warm["token_ids"] == plain["token_ids"]
     assert warm["statistics"]["shared_prompt_tokens"] == 512
+
+
+def test_kept_prompts_outside_the_pool(long_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What a run leaves in the file spares the next one reading it, and changes no token."""
+    config, kept, prompts = tmp_path / "mla.yaml", tmp_path / "kept", tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": letter * 600}) + "\n" for letter in "stust"))
+
+    def run(tiers: dict[str, Any], **more: Any) -> tuple[list[Any], dict[str, Any], str]:
+        keys = {"latent_attention": {"memory": {"pool_size": 5}, "tiers": tiers, **more}, "runtime": {"max_batch": 1}}
+        config.write_text(json.dumps(keys))
+        capfd.readouterr()
+        options = [
+            "--max-new-tokens",
+            "5",
+            "--ignore-eos",
+            "--config",
+            str(config),
+            "--metrics",
+            str(tmp_path / "m.prom"),
+        ]
+        every = ["generate", long_model, "--prompts", str(prompts), "--json", "--stats", *options]
+        assert main(every, commands=(Command("generate", generate),)) == 0
+        out, err = capfd.readouterr()
+        found = json.loads(out)
+        return [answer["token_ids"] for answer in found["completions"]], found["statistics"], err
+
+    plain, statistics, err = run({})
+    assert statistics["chunks_from_host"] is None
+    assert "chunks" not in err
+    assert "mla_tier" not in (tmp_path / "m.prom").read_text()
+    answers, statistics, err = run({"host_size": 8})
+    assert answers == plain
+    assert statistics["chunks_from_host"] + statistics["chunks_from_pool"] == 2
+    assert statistics["chunks_read"] == 3
+    assert "kept in host memory" in err
+    for read in (3, 0):
+        answers, statistics, err = run({"file": str(kept), "file_size": 12}, prefetch={"enabled": True})
+        assert answers == plain
+        assert statistics["chunks_read"] == read
+        assert statistics["chunks_damaged"] == 0
+    text = (tmp_path / "m.prom").read_text()
+    assert 'mla_tier_chunks_total{tier="none"} 0.0' in text
+    assert "mla_prefetch_fallbacks_total 0.0" in text
+    answers, statistics, err = run({"file": str(kept), "file_size": 12}, chunk_size=128, memory={"pool_size": 10})
+    assert "is emptied: it held prompts of another slots" in err
+    assert answers == plain
+    assert run({"file": str(kept), "keep_file": False})[0] == plain
+    assert not kept.exists()
+    kept.write_text("mine")
+    assert main(["generate", long_model, "hi", "--config", str(config)], commands=(Command("generate", generate),)) == 2
+    err = capfd.readouterr().err
+    assert f"something else than kept prompts [{kept}]" in err
+    assert kept.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
