@@ -120,7 +120,10 @@ class DecoderLayer(nn.Module):
         return y + self._branch("mlp_output_norm", self.mlp(read))
 
     def _branch(self, norm: str, given: Tensor) -> Tensor:
-        given = getattr(self, norm)(given) if self.after else given
+        if self.after:
+            module = getattr(self, norm)
+            # In mixed precision (statistics) a branch gives fewer bits than the norm's weight has; PyTorch warns of that.
+            given = module(given if module.weight is None else given.to(module.weight.dtype))
         return given if self.residual_scale == 1 else given * self.residual_scale
 
     def correction(self, behind: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heal_full, "SAVE_SECONDS", 0.0)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # PyTorch's would be all that a user sees of it
 @pytest.mark.parametrize("case", CASES)
 def test_heal_gate_resume_calibrate_and_generate(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, changes = ALL_CASES[case]
