@@ -37,7 +37,7 @@ void attend_prompt(const Prompt& p) {
   int64_t blocks = (p.keys + KEYS - 1) / KEYS, room = blocks * KEYS;
   int64_t units = paired(p.own) / Op::PER, shared = paired(p.shared) / Op::PER, wide = paired(p.v_dim);
   int64_t of_head = room * (units + wide / Op::PER), of_all = room * shared;
-  int64_t tray = QUERIES * (units + shared + wide + LANES) + TOGETHER * 2 * KEYS;
+  int64_t tray = QUERIES * (units + shared + wide + LANES) + Op::TOGETHER * 2 * KEYS;
   int groups = (int)(MOST_ARRANGED / sizeof(unit) / of_head);
   groups = groups < 1 ? 1 : groups > p.kv_heads ? p.kv_heads : groups;
   unit* arranged = (unit*)shop.arranged.room((of_all + groups * of_head) * sizeof(unit));
@@ -74,8 +74,8 @@ void attend_prompt(const Prompt& p) {
       in_turn((int64_t)parts * here * each, [&](int64_t i, int id) {
         unit* at = trays + id * tray;
         Tray<Op> mine{at, at + QUERIES * (units + shared), nullptr, nullptr, {}, nullptr};
-        mine.scores = (float*)(mine.weights + TOGETHER * KEYS);
-        mine.out = mine.scores + TOGETHER * KEYS;
+        mine.scores = (float*)(mine.weights + Op::TOGETHER * KEYS);
+        mine.out = mine.scores + Op::TOGETHER * KEYS;
         mine.mass = mine.out + QUERIES * wide;
         int head = (int)(i % (here * each));
         attend_block<Op, T>(p, row, first * each + head, (parts - 1 - (int)(i / (here * each))) * QUERIES,
@@ -91,6 +91,9 @@ extern "C" {
 void mla_prompt(const mla::Prompt* p) {
   if (p->type == mla::F32) return mla::attend_prompt<mla::Singles, float>(*p);
 #ifdef MLA_HAS_BF16
+#ifdef MLA_HAS_AMX
+  if (mla::tiles_allowed()) return mla::attend_prompt<mla::Tiles, mla::bf16>(*p);
+#endif
   mla::attend_prompt<mla::Pairs, mla::bf16>(*p);
 #else
   mla::attend_prompt<mla::Singles, mla::bf16>(*p);

@@ -4,13 +4,13 @@
 #pragma once
 #include <cmath>
 
+#include "amx.h"
 #include "attention_bf16.h"
 
 namespace mla {
 
 constexpr int KEYS = 4 * LANES;  // of a block: four vectors of scores a query
 constexpr int QUERIES = 48;      // of a block
-constexpr int TOGETHER = 6;      // queries whose sums stay in registers
 
 struct Prompt {
   const void* q;       // [B, T, H, own]
@@ -34,6 +34,7 @@ struct Prompt {
 // How numbers are multiplied: a unit is what a lane holds of an input, PER numbers.
 struct Singles {
   typedef float unit;
+  static constexpr int TOGETHER = 6;  // queries whose sums stay in registers
   static constexpr int PER = 1;
   static vf spread(const unit* p) { return all(*p); }
   static vf read(const unit* p) { return load(p); }
@@ -72,6 +73,7 @@ struct Singles {
 #ifdef MLA_HAS_BF16
 struct Pairs {
   typedef uint32_t unit;
+  static constexpr int TOGETHER = 6;
   static constexpr int PER = 2;
   static __m512i spread(const unit* p) { return _mm512_set1_epi32((int)*p); }
   static __m512i read(const unit* p) { return _mm512_loadu_si512(p); }
@@ -91,6 +93,23 @@ struct Pairs {
   static void arrange_keys(const bf16* from, int64_t stride, int tokens, int width, unit* turned, unit* natural) {
     arrange<KEYS>(from, stride, tokens, width, turned, natural);
   }
+};
+
+#ifdef MLA_HAS_AMX
+struct Tiles : Pairs {  // the same numbers, sixteen queries at a time
+  static constexpr int TOGETHER = 16;
+};
+#endif
+#endif
+
+// Whoever computes with an `Op` has one of these.
+template <class Op>
+struct Shapes {};
+#if defined(MLA_HAS_BF16) && defined(MLA_HAS_AMX)
+template <>
+struct Shapes<Tiles> {
+  Shapes() { set_tiles(TileShapes(16, 16)); }
+  ~Shapes() { _tile_release(); }
 };
 #endif
 
@@ -148,6 +167,58 @@ __attribute__((noinline)) void block_values(const typename Op::unit* weights, co
   for (int i = 0; i < N; i++)
     for (int j = 0; j < V; j++) store(out + i * wide + j * LANES, acc[i][j]);
 }
+
+#if defined(MLA_HAS_BF16) && defined(MLA_HAS_AMX)
+// Scores are tiles 0 to 3, queries 4, keys 5 to 7.
+template <>
+inline void block_scores<Tiles, 16>(const uint32_t* q, int64_t ldq, const uint32_t* k, int own, const uint32_t* rope, int shared,
+                                    float* scores) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int part = 0; part < 2; part++) {
+    int count = part ? shared : own;
+    const uint32_t *keys = part ? rope : k, *query = part ? q + own : q;
+    for (int c = 0; c < count; c += LANES, keys += LANES * KEYS) {
+      _tile_loadd(4, query + c, ldq * 4);
+      _tile_loadd(5, keys, KEYS * 4);
+      _tile_loadd(6, keys + LANES, KEYS * 4);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(7, keys + 2 * LANES, KEYS * 4);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(5, keys + 3 * LANES, KEYS * 4);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, scores, KEYS * 4);
+  _tile_stored(1, scores + LANES, KEYS * 4);
+  _tile_stored(2, scores + 2 * LANES, KEYS * 4);
+  _tile_stored(3, scores + 3 * LANES, KEYS * 4);
+}
+
+// Two vectors of channels: outputs are tiles 0 and 1, weights 4, values 5 and 6.
+template <>
+inline void block_values<Tiles, 16, 2>(const uint32_t* weights, const uint32_t* values, int64_t wide, float* out) {
+  _tile_loadd(0, out, wide * 4);
+  _tile_loadd(1, out + LANES, wide * 4);
+  for (int t = 0; t < KEYS / 2; t += LANES, values += LANES * wide) {
+    _tile_loadd(4, weights + t, KEYS / 2 * 4);
+    _tile_loadd(5, values, wide * 4);
+    _tile_loadd(6, values + LANES, wide * 4);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+  }
+  _tile_stored(0, out, wide * 4);
+  _tile_stored(1, out + LANES, wide * 4);
+}
+template <>
+inline void block_values<Tiles, 16, 4>(const uint32_t* weights, const uint32_t* values, int64_t wide, float* out) {
+  block_values<Tiles, 16, 2>(weights, values, wide, out);
+  block_values<Tiles, 16, 2>(weights, values + 2 * LANES, wide, out + 2 * LANES);
+}
+#endif
 
 // What a thread works with: a block of queries.
 template <class Op>
@@ -210,6 +281,7 @@ inline void put_row(const float* from, int width, float share, bf16* to) {
 template <class Op, class T>
 void attend_block(const Prompt& p, int row, int head, int first, Arranged<Op> own, const typename Op::unit* rope,
                   Tray<Op>& tray) {
+  Shapes<Op> shapes;
   int tokens = p.tokens - first < QUERIES ? p.tokens - first : QUERIES;
   int units = (int)paired(p.own) / Op::PER, shared = (int)paired(p.shared) / Op::PER;
   int64_t ldq = units + shared, wide = paired(p.v_dim);
@@ -228,10 +300,10 @@ void attend_block(const Prompt& p, int row, int head, int first, Arranged<Op> ow
   int64_t begin = p.window && from + 1 > p.window ? from + 1 - p.window : 0;
   for (int64_t s = begin / KEYS * KEYS; s < end; s += KEYS) {
     const auto *k = own.turned + s * units, *v = own.values + s / Op::PER * wide, *r = rope + s * shared;
-    for (int t0 = 0; t0 < tokens; t0 += TOGETHER) {
-      if (s > from + t0 + TOGETHER - 1) continue;  // all of it is later
-      block_scores<Op, TOGETHER>(tray.q + t0 * ldq, ldq, k, units, r, shared, tray.scores);
-      for (int i = 0; i < TOGETHER; i++) {
+    for (int t0 = 0; t0 < tokens; t0 += Op::TOGETHER) {
+      if (s > from + t0 + Op::TOGETHER - 1) continue;  // all of it is later
+      block_scores<Op, Op::TOGETHER>(tray.q + t0 * ldq, ldq, k, units, r, shared, tray.scores);
+      for (int i = 0; i < Op::TOGETHER; i++) {
         int t = t0 + i;
         int64_t at = from + t, low = p.window ? at + 1 - p.window - s : 0, high = at + 1 - s;
         if (s + high > p.keys) high = p.keys - s;
@@ -241,9 +313,9 @@ void attend_block(const Prompt& p, int row, int head, int first, Arranged<Op> ow
       }
       int64_t c = 0;
       for (; c + 4 * LANES <= wide; c += 4 * LANES)
-        block_values<Op, TOGETHER, 4>(tray.weights, v + c, wide, tray.out + t0 * wide + c);
+        block_values<Op, Op::TOGETHER, 4>(tray.weights, v + c, wide, tray.out + t0 * wide + c);
       for (; c < wide; c += 2 * LANES)
-        block_values<Op, TOGETHER, 2>(tray.weights, v + c, wide, tray.out + t0 * wide + c);
+        block_values<Op, Op::TOGETHER, 2>(tray.weights, v + c, wide, tray.out + t0 * wide + c);
     }
   }
   for (int t = 0; t < tokens; t++) {
