@@ -27,13 +27,22 @@ _mine: set[str] = set()
 
 def owned(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor so that it can be stored: contiguous, on the CPU, sharing no bytes, and finite."""
+    return storable(name, tensor).clone(memory_format=torch.contiguous_format)
+
+
+def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor contiguous, on the CPU and finite; it may share its bytes with the one given.
+
+    Raises:
+        OutputError: its name, its type or its values cannot be stored.
+    """
     if not name or not name.isprintable() or name == "__metadata__":
         raise OutputError(f"{name!r} cannot be the name of a tensor")
     if tensor.dtype not in DTYPES.values():
         raise OutputError(
             f"tensor {name} has dtype {tensor.dtype}, which cannot be stored", fix="use --dtype bfloat16 or float32"
         )
-    copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    copy = tensor.detach().cpu().contiguous()
     if copy.is_floating_point() and copy.numel() and not _finite(copy):
         raise OutputError(
             f"tensor {name} holds values that are not finite in {str(copy.dtype).removeprefix('torch.')}",

@@ -14,16 +14,15 @@ import torch
 
 from mla_cli.checkpoint.disk import clean_leftovers, disk_error, owned, remove, sync, temporary_sibling, write_file
 from mla_cli.checkpoint.reader import open_tensors
-from mla_cli.checkpoint.weight_file import DTYPES, read_header, read_json_object
+from mla_cli.checkpoint.tensor_file import Bytes, write_tensors
+from mla_cli.checkpoint.weight_file import read_header, read_json_object
 from mla_cli.errors import OutputError
 
 INDEX = "model.safetensors.index.json"
 # Sorts after every shard: readers that go by the files' names instead of the index read its tensors last.
 _MOVED = "model-recalibrated-{}.safetensors"
-_CHUNK = 1 << 24
 Content = bytes | Callable[[Path], None]
 """What a file will hold, or what writes it where it is told to."""
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def replace_files(
@@ -148,31 +147,13 @@ def _write_extended(file: Path, added: Mapping[str, torch.Tensor], removed: Coll
     """
     used = open_tensors(file.parent).files
     header = read_header(file) if file in used else {}
-    kept = {name: stored for name, stored in header.items() if name not in added and name not in removed}
-    shapes = {name: (s.info.dtype, list(s.info.shape)) for name, s in kept.items()}
-    shapes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in added.items()}
-    # Wide types first keeps every tensor aligned, as the library itself writes them.
-    order = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        begin, end = end, end + (added[name].nbytes if name in added else kept[name].info.nbytes)
-        dtype, shape = shapes[name]
-        table[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    kept = {
+        name: Bytes(stored.info.dtype, stored.info.shape, None, file, stored.position)
+        for name, stored in header.items()
+        if name not in added and name not in removed
+    }
+    tensors = kept | {name: Bytes.of(tensor) for name, tensor in added.items()}
     try:
-        with open(file if kept else os.devnull, "rb") as source, open(target, "wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                if name in added:
-                    stream.write(added[name].reshape(-1).view(torch.uint8).numpy().data)
-                    continue
-                source.seek(kept[name].position)
-                left = kept[name].info.nbytes
-                while left and (chunk := source.read(min(left, _CHUNK))):
-                    stream.write(chunk)
-                    left -= len(chunk)
-        sync(target)
+        write_tensors(target, tensors)
     except OSError as error:
-        raise disk_error(error, target, 8 + len(text) + end) from error
+        raise disk_error(error, target, sum(tensor.nbytes for tensor in tensors.values())) from error

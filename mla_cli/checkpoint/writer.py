@@ -17,13 +17,14 @@ from mla_cli.checkpoint.disk import (
     clean_leftovers,
     disk_error,
     existing_parent,
-    owned,
     remove,
+    storable,
     sync,
     temporary_sibling,
     write_file,
 )
 from mla_cli.checkpoint.inplace import INDEX, replace_files
+from mla_cli.checkpoint.tensor_file import Bytes, memoryview_of, write_tensors
 from mla_cli.checkpoint.weight_file import read_json_object, unreadable
 from mla_cli.console import warn
 from mla_cli.errors import MlaError, OutputError, UsageError
@@ -83,7 +84,8 @@ def check_output(out: Path, force: bool, *, source: Path | None = None, needed_b
 class CheckpointWriter:
     """Collects a checkpoint and puts it in place when the `with` block ends without an exception.
 
-    Tensors stream out in shards, so memory holds about one shard. A small file written twice keeps its last content.
+    A tensor goes to the disk as it comes, so that memory holds none; there a shard stands twice while it is being closed. A
+    small file written twice keeps its last content.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class CheckpointWriter:
         self.out = Path(os.path.realpath(out))
         self._force, self._limit, self._source = force, max_shard_bytes, source
         self._folder = temporary_sibling(self.out)
-        self._pending: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, Bytes] = {}  # in the file `_spool`, of the shard being collected
         self._pending_bytes = 0
         self._flushed = 0  # shards on the disk, and so the number of the one being collected
         self._owners: dict[str, int] = {}  # tensor -> number of its shard
@@ -120,20 +122,24 @@ class CheckpointWriter:
         except OSError as failure:
             raise disk_error(failure, self.out, self._total_bytes) from failure
         finally:
-            self._pending.clear()
             remove(self._folder)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Store a copy of one tensor; values that are not finite are refused."""
+        """Store one tensor; values that are not finite are refused."""
         if name in self._owners:
             raise OutputError(f"tensor {name} is written twice", where=self.out)
-        copy = owned(name, tensor)
-        if self._pending and self._pending_bytes + copy.nbytes > self._limit:
+        stored = storable(name, tensor)
+        if self._pending and self._pending_bytes + stored.nbytes > self._limit:
             self._flush()
-        self._pending[name] = copy
-        self._pending_bytes += copy.nbytes
-        self._total_bytes += copy.nbytes
+        self._pending[name] = Bytes(stored.dtype, tuple(stored.shape), None, self._spool, self._pending_bytes)
+        self._pending_bytes += stored.nbytes
+        self._total_bytes += stored.nbytes
         self._owners[name] = self._flushed
+        try:
+            with open(self._spool, "ab") as spool:
+                spool.write(memoryview_of(stored))
+        except OSError as error:
+            raise disk_error(error, self._spool, self._pending_bytes) from error
 
     def write_json(self, name: str, value: Any) -> None:
         """Store a JSON file."""
@@ -180,17 +186,18 @@ class CheckpointWriter:
             raise OutputError(f"{name} is written by the writer itself", where=self.out)
         return str(path)
 
-    def _flush(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+    @property
+    def _spool(self) -> Path:
+        return self._folder / "collected"
 
+    def _flush(self) -> None:
         shard = self._folder / f"shard-{self._flushed}"
         try:
-            save_file(self._pending, shard, metadata={"format": "pt"})
-            shard.chmod(self._folder.stat().st_mode & 0o666)  # the library makes files that only their owner can read
-        except (OSError, SafetensorError) as error:
+            write_tensors(shard, self._pending)
+            self._spool.unlink(missing_ok=True)
+        except OSError as error:
             raise disk_error(error, shard, self._pending_bytes) from error
-        self._pending.clear()
+        self._pending = {}
         self._pending_bytes = 0
         self._flushed += 1
 

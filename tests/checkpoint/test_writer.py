@@ -101,11 +101,26 @@ def test_a_tensor_larger_than_a_shard_gets_its_own(out: Path) -> None:
     assert_holds(out, tensors())
 
 
-def test_shards_leave_memory_as_they_fill(out: Path) -> None:
-    with CheckpointWriter(out, max_shard_bytes=800) as checkpoint:
-        for name, tensor in tensors(9).items():
-            checkpoint.add(name, tensor)
-            assert sum(t.nbytes for t in checkpoint._pending.values()) <= 800
+STREAMED = """
+import resource, sys, torch
+from pathlib import Path
+from mla_cli.checkpoint.writer import CheckpointWriter
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with CheckpointWriter(Path(sys.argv[1])) as checkpoint:
+    checkpoint.add("first", torch.ones(1 << 22))  # 16 MiB
+    before = peak()
+    for number in range(12):
+        checkpoint.add(str(number), torch.ones(1 << 22))
+print(peak() - before)
+"""
+
+
+def test_tensors_leave_memory_as_they_come(out: Path) -> None:
+    # CV-24: one shard of 208 MiB.
+    done = run_python(STREAMED, str(out))
+    assert int(done.stdout) < 64 << 20, done.stderr
+    assert len(open_tensors(out).infos) == 13
 
 
 def test_transformers_and_safetensors_read_it(out: Path) -> None:
