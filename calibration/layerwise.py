@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.offload import ROUND_IN_MEMORY, Rows, Workplace
 from mla_cli.calibration.precision import computing_in
 from mla_cli.console import progress_bar
 from mla_cli.errors import MlaError
@@ -34,21 +35,40 @@ class ToldTick(Protocol):
     def __call__(self, text: str = "") -> None: ...
 
 
+# Tokens that run at once: more gain nothing, and, in a wide model, take more memory than a layer.
+MICRO_TOKENS = 4096
+MICRO_NUMBERS = 1 << 22
+# Scores over the vocabulary that are held at a time.
+SCORES_AT_ONCE = 1 << 25
+
+
 @dataclass(frozen=True)
 class Batches:
-    """How sequences are cut: `rounds` share a pass over the layers, `micro` sequences run at once."""
+    """How sequences are cut: `rounds` share a pass over the layers, `micro` sequences run at once; and where states lie."""
 
     sequences_per_round: int
     sequences_per_micro: int
+    workplace: Workplace = field(default_factory=Workplace)
 
     @staticmethod
     def fit(
-        sequence_length: int, hidden: int, layers: int, *, memory: int = 1 << 30, micro_tokens: int = 4096
+        sequence_length: int,
+        hidden: int,
+        layers: int,
+        *,
+        memory: int = ROUND_IN_MEMORY,
+        workplace: Workplace | None = None,
     ) -> Batches:
-        """The largest round whose hidden states between layers (float32) stay within `memory` bytes."""
+        """The largest round whose hidden states between layers (float32) stay within `memory` bytes, or the workplace's.
+
+        How it is cut into rounds changes no number; which sequences run at once does, by rounding, and goes by shapes alone.
+        """
+        workplace = workplace or Workplace()
+        if workplace.folder is not None:
+            memory = workplace.round_bytes
         per_sequence = sequence_length * hidden * 4 * (layers + 1)
-        micro = max(1, micro_tokens // sequence_length)
-        return Batches(max(micro, memory // per_sequence // micro * micro), micro)
+        micro = max(1, min(MICRO_TOKENS, MICRO_NUMBERS // hidden) // sequence_length)
+        return Batches(max(micro, memory // per_sequence // micro * micro), micro, workplace)
 
     def rounds(self, sequences: int) -> list[slice]:
         """Slices of the sequences, one a round."""
@@ -107,29 +127,35 @@ def run(
         micros = [
             slice(i, i + batches.sequences_per_micro) for i in range(0, tokens.shape[0], batches.sequences_per_micro)
         ]
-        step = frame.begin_step(tokens.shape, lengths=counts)
+        shape = (*tokens.shape, frame.spec.hidden_size)
+        hidden = batches.workplace.rows(shape, frame.device)  # [N, T, D]
         with torch.no_grad():
-            hidden = torch.cat([frame.embed(tokens[m], step.positions[m]) for m in micros])  # [N, T, D]
-        between = [hidden]
+            for m in micros:
+                step = frame.begin_step(tokens[m].shape, lengths=counts[m])
+                hidden[m] = frame.embed(tokens[m], step.positions)
+        between: list[Rows] = [hidden]
         for index in range(layers):
             layer = layer_at(index)
-            hidden = torch.empty_like(hidden)
+            hidden = batches.workplace.rows(shape, frame.device)
             with torch.no_grad(), computing_in(compute, frame.device):
                 for m in micros:
                     record: Record = {}
                     micro_step = frame.begin_step(tokens[m].shape, lengths=counts[m])
-                    hidden[m] = layer(between[-1][m], micro_step, record)
+                    out = layer(between[-1][m], micro_step, record)
                     if observe is not None:
                         observe(index, record, valid[m])
-            _check_finite(hidden, valid, index)
+                    _check_finite(out, valid[m], index)
+                    hidden[m] = out
             between = [*between, hidden] if observe_gradient is not None else [hidden]
+            del layer  # before the next one is read
             tick()
         if observe_gradient is None:
             continue
         first = chosen.start or 0
-        gradient = torch.cat(
-            [_head_gradient(frame, hidden[i], valid[i], seed, first + i) for i in range(hidden.shape[0])]
-        )  # [N, T, D]
+        gradient = batches.workplace.rows(shape, frame.device)
+        for i in range(shape[0]):
+            row = slice(i, i + 1)
+            gradient[row] = _head_gradient(frame, hidden[row][0], valid[i], seed, first + i)
         for index in reversed(range(layers)):
             layer = layer_at(index)
             between.pop()
@@ -144,23 +170,27 @@ def run(
                     gradient[m], *to_latent = torch.autograd.grad(out, sought, gradient[m].to(out.dtype))
                 if to_latent:  # a layer without latents is passed by
                     observe_gradient(index, {k: v.detach() for k, v in record.items()}, to_latent[0], valid[m])
+            del layer
             tick()
 
 
 def _head_gradient(frame: Decoder, hidden: Tensor, valid: Tensor, seed: int, sequence: int) -> Tensor:
     # Gradient of the summed cross-entropy to sampled labels, of one sequence, with respect to the last hidden state.
     generator = torch.Generator(device=hidden.device).manual_seed(seed * 1_000_003 + sequence)
-    x = hidden.detach().requires_grad_(True)  # [T, D]
-    with torch.enable_grad():
-        logits = frame.logits(frame.norm(x))  # [T, V]
-    with torch.no_grad():
-        probabilities = torch.softmax(logits.float(), dim=-1)
-        labels = torch.multinomial(probabilities, 1, generator=generator)  # [T, 1]
-        # d loss / d logits = p - onehot(label)
-        slope = probabilities.scatter_add_(1, labels, labels.new_full(labels.shape, -1, dtype=probabilities.dtype))
-        slope = slope * valid[:, None]
-    (gradient,) = torch.autograd.grad(logits, x, slope.to(logits.dtype))
-    return gradient[None]
+    at_once = max(1, SCORES_AT_ONCE // frame.spec.vocab_size)
+    gradients = []
+    for states, counts in zip(hidden.detach().split(at_once), valid.split(at_once), strict=True):
+        x = states.requires_grad_(True)  # [T, D]
+        with torch.enable_grad():
+            logits = frame.logits(frame.norm(x))  # [T, V]
+        with torch.no_grad():
+            probabilities = torch.softmax(logits.float(), dim=-1)
+            labels = torch.multinomial(probabilities, 1, generator=generator)  # [T, 1]
+            # d loss / d logits = p - onehot(label)
+            slope = probabilities.scatter_add_(1, labels, labels.new_full(labels.shape, -1, dtype=probabilities.dtype))
+            slope = slope * counts[:, None]
+        gradients += torch.autograd.grad(logits, x, slope.to(logits.dtype))
+    return torch.cat(gradients)[None]
 
 
 def _check_finite(hidden: Tensor, valid: Tensor, layer: int) -> None:

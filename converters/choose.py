@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mla_cli.calibration.layer_bank import LayerBank
@@ -65,7 +66,7 @@ def _plans(model: ModelSource, options: ConvertOptions, form: Form, reason: str)
 def choose_plan(
     bank: LayerBank,
     plans: list[ConversionPlan],
-    statistics: list[SourceStatistics],
+    statistics: Sequence[SourceStatistics],
     fitted: CalibrationTexts,
     unseen: CalibrationTexts,
     batches: Batches,
@@ -114,7 +115,7 @@ def with_ranks(plan: ConversionPlan, ranks: tuple[int, ...]) -> ConversionPlan:
     return replace(plan, layers=tuple(layers))
 
 
-def with_slots(bank: LayerBank, plan: ConversionPlan, statistics: list[SourceStatistics]) -> ConversionPlan:
+def with_slots(bank: LayerBank, plan: ConversionPlan, statistics: Sequence[SourceStatistics]) -> ConversionPlan:
     """The plan with its rotary slots given to the frequencies that lose most without one.
 
     The native form shares them out over all layers, so that layers differ but all together cache what was planned. The stock

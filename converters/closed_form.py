@@ -9,8 +9,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layer_bank import LayerBank, StoredLayers
 from mla_cli.calibration.layerwise import Batches, steps_in, ticking
+from mla_cli.calibration.offload import Mapped, Series
 from mla_cli.calibration.precision import fast_dtype
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note, progress
@@ -38,32 +39,33 @@ class ClosedForm:
         ranks: fitted rank of each layer.
         fisher_tokens: tokens that the Fisher information was taken over (0: another objective).
         moments: per layer, what the factorisation weighed inputs and errors by; weigh_input: see `factorize`.
-        moments_seconds: how long they took.
+        moments_seconds: how long they took. batches: say where layers are kept.
         compensated: what the refit of step 3 did; None where it was not asked for, or did not beat `narrow`.
     """
 
-    wide: tuple[LatentWeights, ...]
-    narrow: tuple[LatentWeights, ...]
+    wide: Sequence[LatentWeights]
+    narrow: Sequence[LatentWeights]
     split_errors: tuple[float, ...]
     spectra: tuple[Spectrum, ...]
     ranks: tuple[int, ...]
     fisher_tokens: int
-    moments: tuple[Moments, ...]
+    moments: Sequence[Moments]
     weigh_input: bool
     moments_seconds: float
+    batches: Batches
     compensated: Compensated | None = None
 
     @property
-    def layers(self) -> tuple[LatentWeights, ...]:
+    def layers(self) -> Sequence[LatentWeights]:
         """The layers that come out."""
         return self.narrow if self.compensated is None else self.compensated.layers
 
-    def at(self, ranks: Sequence[int]) -> tuple[LatentWeights, ...]:
+    def at(self, ranks: Sequence[int]) -> Sequence[LatentWeights]:
         """The layers narrowed to other ranks, without a refit."""
-        return _narrowed(self.wide, ranks, self.moments, weigh_input=self.weigh_input)[0]
+        return _narrowed(self.wide, ranks, self.moments, self.batches, weigh_input=self.weigh_input)[0]
 
 
-def gather_source_statistics(bank: LayerBank, texts: CalibrationTexts, batches: Batches) -> list[SourceStatistics]:
+def gather_source_statistics(bank: LayerBank, texts: CalibrationTexts, batches: Batches) -> Series[SourceStatistics]:
     """Forward statistics of the source over all calibration sequences."""
     layers = bank.model.spec.num_layers
     with ticking("reading activations", steps_in(batches, len(texts.lengths), layers, backward=False)) as tick:
@@ -72,7 +74,7 @@ def gather_source_statistics(bank: LayerBank, texts: CalibrationTexts, batches: 
 
 def measure_latents(
     bank: LayerBank, layers: Sequence[LatentWeights], texts: CalibrationTexts, batches: Batches, *, seed: int
-) -> list[LatentStatistics]:
+) -> Series[LatentStatistics]:
     """What matters in the latents of these layers: Fisher information and weighted inputs over all of `texts`."""
     steps = steps_in(batches, len(texts.lengths), len(layers), backward=True)
     with ticking("measuring what matters", steps) as tick:
@@ -91,17 +93,19 @@ def objective_moments(
     objective: Objective,
     *,
     seed: int,
-) -> tuple[tuple[Moments, ...], int]:
+) -> tuple[Sequence[Moments], int]:
     """Moments of every split layer under an objective, and the tokens that gradients were taken over (0: none were)."""
     if objective == "fisher":
         latents = measure_latents(bank, wide, texts, batches, seed=seed)
-        return tuple((seen.input_moment, seen.fisher) for seen in latents), latents[0].tokens
-    pairs = tuple(zip(wide, statistics, strict=True))
-    if objective == "query-output":
-        return tuple((s.input_moment, output_weight(w, s.query_moment)) for w, s in pairs), 0
-    if objective == "activation":
-        return tuple((s.input_moment, activation_weight(w, s.input_moment)) for w, s in pairs), 0
-    return tuple((s.input_moment, None) for s in statistics), 0
+        return Mapped(latents, lambda seen: (seen.input_moment, seen.fisher)), latents[0].tokens
+
+    def moments(index: int) -> Moments:
+        moment = statistics[index].input_moment
+        if objective == "query-output":
+            return moment, output_weight(wide[index], statistics[index].query_moment)
+        return moment, activation_weight(wide[index], moment) if objective == "activation" else None
+
+    return Mapped(range(len(wide)), moments), 0
 
 
 def weighs_input(objective: Objective) -> bool:
@@ -133,7 +137,7 @@ def closed_form(
             refitted layers those that were not.
     """
     layers = range(bank.model.spec.num_layers)
-    wide, errors = [], []
+    wide, errors = StoredLayers(batches.workplace.series()), []
     for index in layers:
         attention, seen = bank.source_attention(index), statistics[index]
         turned = mixing == "complex"
@@ -149,12 +153,12 @@ def closed_form(
     seconds = time.monotonic() - begun
     weigh_input = weighs_input(objective)
     even = tuple(layer.fitted_rank for layer in plan.layers)
-    narrow, spectra = _narrowed(wide, even, moments, weigh_input=weigh_input)
+    narrow, spectra = _narrowed(wide, even, moments, batches, weigh_input=weigh_input)
     chosen = even
     if ranks == "global":
         shared = choose_ranks(spectra, sum(even), even=sum(even) // len(even))
         if shared != even:
-            other, _ = _narrowed(wide, shared, moments, weigh_input=weigh_input)
+            other, _ = _narrowed(wide, shared, moments, batches, weigh_input=weigh_input)
             what = "ranks by one threshold over all layers"
             if check is None or _better(what, check(other), "even ranks", check(narrow)):
                 narrow, chosen = other, shared
@@ -165,7 +169,7 @@ def closed_form(
         if check is not None and not _better("refitted layers", check(refitted.layers), "without", check(narrow)):
             refitted = None
     return ClosedForm(
-        tuple(wide), narrow, tuple(errors), spectra, chosen, tokens, moments, weigh_input, seconds, refitted
+        wide, narrow, tuple(errors), spectra, chosen, tokens, moments, weigh_input, seconds, batches, refitted
     )
 
 
@@ -173,14 +177,16 @@ def _narrowed(
     wide: Sequence[LatentWeights],
     ranks: Sequence[int],
     moments: Sequence[Moments],
+    batches: Batches,
     *,
     weigh_input: bool,
-) -> tuple[tuple[LatentWeights, ...], tuple[Spectrum, ...]]:
-    found = [
-        factorize(wide[i], ranks[i], *moments[i], weigh_input=weigh_input)
-        for i in progress(range(len(wide)), "factorising", unit="layer")
-    ]
-    return tuple(layer for layer, _ in found), tuple(spectrum for _, spectrum in found)
+) -> tuple[Sequence[LatentWeights], tuple[Spectrum, ...]]:
+    layers, spectra = StoredLayers(batches.workplace.series()), []
+    for index in progress(range(len(wide)), "factorising", unit="layer"):
+        layer, spectrum = factorize(wide[index], ranks[index], *moments[index], weigh_input=weigh_input)
+        layers.append(layer)
+        spectra.append(spectrum)
+    return layers, tuple(spectra)
 
 
 def _better(what: str, found: float, other: str, before: float) -> bool:

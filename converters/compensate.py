@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layer_bank import LayerBank, StoredLayers
 from mla_cli.calibration.layerwise import Batches, Tick
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.converters.refit_queries import Looked, refit_queries
@@ -48,7 +48,7 @@ class Compensated:
             (of scores: their variance for each query).
     """
 
-    layers: tuple[LatentWeights, ...]
+    layers: Sequence[LatentWeights]
     score_errors: tuple[tuple[float, float], ...]
     output_errors: tuple[tuple[float, float], ...]
 
@@ -70,8 +70,9 @@ def compensate(
         layers: what the factorisation gave, one a layer. queries: refit them. toward: what to fit outputs to; None: do not.
     """
     states = _States(bank, texts, batches)
-    refitted, scores, outputs = [], [], []
-    for index, weights in enumerate(layers):
+    refitted, scores, outputs = StoredLayers(batches.workplace.series()), [], []
+    for index in range(len(layers)):
+        weights = layers[index]
         layer = bank.source_layer(index)
         attention = layer.self_attn
         assert isinstance(attention, StandardAttention)
@@ -81,8 +82,9 @@ def compensate(
         weights, error = states.refit_output(layer, weights, weights.module(index, device=bank.device), toward)
         outputs.append(error)
         refitted.append(weights)
+        del layer, attention  # before the next ones are read
         tick()
-    return Compensated(tuple(refitted), tuple(scores), tuple(outputs))
+    return Compensated(refitted, tuple(scores), tuple(outputs))
 
 
 class _States:
@@ -94,14 +96,17 @@ class _States:
         tokens = texts.sequences[:count, : int(self.lengths.max())].to(bank.device)
         size = batches.sequences_per_micro
         self.micros = [slice(i, i + size) for i in range(0, count, size)]
-        self.source = torch.cat([bank.frame.embed(tokens[m], self._step(m).positions) for m in self.micros])
-        self.ours = self.source.clone()
+        self.workplace = batches.workplace
+        self.shape = (*tokens.shape, bank.model.spec.hidden_size)
+        self.source, self.ours = (self.workplace.rows(self.shape, bank.device) for _ in range(2))  # [N, T, D]
+        for m in self.micros:
+            self.source[m] = self.ours[m] = bank.frame.embed(tokens[m], self._step(m).positions)
 
     def looked(self, layer: DecoderLayer) -> list[Looked]:
         """What the queries are fitted to."""
         found = []
         for i, length in enumerate(self.lengths[:QUERY_SEQUENCES].clamp(max=QUERY_LENGTH).tolist()):
-            ours, theirs = (layer.input_layernorm(x[i : i + 1, :length]) for x in (self.ours, self.source))
+            ours, theirs = (layer.input_layernorm(x[i : i + 1][:, :length]) for x in (self.ours, self.source))
             found.append(Looked(ours, theirs, self._step(slice(i, i + 1), length)))
         return found
 
@@ -113,34 +118,36 @@ class _States:
         A token weighs less the larger what is asked of it is: the first one, whose states may be hundreds of times larger
         than others', counts as one of many.
         """
-        parts = []
+        width = attention.o_proj.in_features + 1
+        heads, targets = (self.workplace.rows((*self.shape[:2], w), self.device) for w in (width, self.shape[2]))
+        powers = []  # of each token, by micro-batch
         for m in self.micros:
-            valid = torch.arange(self.ours.shape[1], device=self.device) < self.lengths[m, None].to(self.device)
             step = self._step(m)
             output = layer.self_attn(layer.input_layernorm(self.source[m]), step)  # [B, T, D]
             record: Record = {}
             attention(layer.input_layernorm(self.ours[m]), step, record)
             target = output if toward == "output" else output + layer.correction(self.source[m] - self.ours[m])
             self.source[m] = layer.complete(self.source[m], output, output.dtype)
-            heads = with_constant(record["heads"].flatten(2).flatten(0, 1)).unflatten(0, valid.shape)  # [B, T, H*v + 1]
-            parts.append((valid, heads, target, target.square().sum(dim=-1)))
-        usual = torch.cat([power[valid] for valid, _, _, power in parts]).median().clamp(min=1e-30)
+            heads[m] = with_constant(record["heads"].flatten(2).flatten(0, 1)).unflatten(0, output.shape[:2])
+            targets[m] = target
+            powers.append(target.square().sum(dim=-1)[self._valid(m)])
+        usual = torch.cat(powers).median().clamp(min=1e-30)
 
-        old = torch.cat((weights.out, weights.out_bias[:, None]), dim=1).to(self.ours)  # [D, H*v + 1]
+        old = torch.cat((weights.out, weights.out_bias[:, None]), dim=1).to(record["heads"])  # [D, H*v + 1]
         moment = cross = torch.zeros((), dtype=torch.float64, device=self.device)
         total = before = 0.0
-        for valid, heads, target, power in parts:
-            weight = (1 / (1 + power[valid] / usual)).double()[:, None]
-            h, rest = heads[valid].double(), (target - heads @ old.T)[valid].double()
+        for m, power in zip(self.micros, powers, strict=True):
+            weight = (1 / (1 + power / usual)).double()[:, None]
+            h, rest = (x[self._valid(m)].double() for x in (heads[m], targets[m] - heads[m] @ old.T))
             moment, cross = moment + (h * weight).T @ h, cross + (rest * weight).T @ h
             before += float((rest.square() * weight).sum())
-            total += float((power[valid].double() * weight[:, 0]).sum())
+            total += float((power.double() * weight[:, 0]).sum())
         moved = torch.zeros_like(cross) if toward is None else ridge_shift(moment, cross, RIDGE)  # [D, H*v + 1]
         gained = float((moved * (2 * cross - moved @ moment)).sum())
 
         new = (old.double() + moved).to(old)
-        for m, (_, heads, _, _) in zip(self.micros, parts, strict=True):
-            self.ours[m] = layer.complete(self.ours[m], heads @ new.T, new.dtype)
+        for m in self.micros:
+            self.ours[m] = layer.complete(self.ours[m], heads[m] @ new.T, new.dtype)
         shift = moved.cpu()
         refitted = replace(
             weights,
@@ -150,6 +157,10 @@ class _States:
         )
         total = max(total, 1e-300)
         return refitted.with_needed_biases(), (before / total, (before - gained) / total)
+
+    def _valid(self, rows: slice) -> Tensor:
+        tokens = torch.arange(self.shape[1], device=self.device)
+        return tokens < self.lengths[rows, None].to(self.device)  # [B, T]
 
     def _step(self, rows: slice, tokens: int | None = None) -> Step:
         lengths = self.lengths[rows]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layer_bank import LayerBank, specs_of
 from mla_cli.calibration.layerwise import Batches
+from mla_cli.calibration.offload import Workplace, workplace
 from mla_cli.calibration.precision import keep_freed_memory
 from mla_cli.calibration.texts import CalibrationTexts, first
 from mla_cli.checkpoint.disk import remove
@@ -20,11 +22,18 @@ from mla_cli.console import note, warn
 from mla_cli.converters.choose import choose_plan, plan_conversion, ranks_of, with_ranks, with_slots
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics
 from mla_cli.converters.convert_texts import conversion_texts, language_of, within_context
+from mla_cli.converters.estimate import memory_of, offloads
 from mla_cli.converters.heal_stages import heal_in_stages
 from mla_cli.converters.heal_state import HealState, fingerprint, layers_from
 from mla_cli.converters.held_out import Loss, loss_of, measure_texts, source_and
 from mla_cli.converters.objectives import compare_objectives
-from mla_cli.converters.options import FORWARD_OBJECTIVES, PILOT_HELD_OUT, SPLIT_SAMPLES, ConvertOptions
+from mla_cli.converters.options import (
+    FORWARD_OBJECTIVES,
+    INDIFFERENT,
+    PILOT_HELD_OUT,
+    SPLIT_SAMPLES,
+    ConvertOptions,
+)
 from mla_cli.converters.plan import ConversionPlan, LayerPlan
 from mla_cli.converters.progressive import milder_ranks
 from mla_cli.converters.report import Timings, build_report, model_card
@@ -51,7 +60,6 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         MlaError: anything that stops it; nothing is left at `out` then.
     """
     timings = Timings()
-    keep_freed_memory()
     with timings.timed("open"):
         model = open_model(source)
         options, clipped = within_context(options, model.spec.max_position_embeddings)
@@ -60,6 +68,8 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         check_output(
             out, options.force, source=model.source.folder, needed_bytes=_stored_numbers(model) * dtype.itemsize
         )
+        memory = memory_of(model, plans, options)
+        offloaded = offloads(memory, options)
         notes = [*model.notes, *clipped]
         stored = {model.source.tensors.infos[rule.source].dtype for rule in model.rules.values()}
         if stored != {dtype}:
@@ -71,7 +81,45 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
     if plans[0].warning is not None:
         warn(plans[0].warning)
         notes.append(plans[0].warning)
+    near = None
+    if offloaded:
+        near = options.offload / out.name if options.offload is not None else Path(out).resolve()
+        note(
+            f"about {memory.offloaded / 1e9:.1f} GB of memory; what is kept by layer goes to files in {near.parent}, "
+            f"which would take {memory.whole / 1e9:.1f} GB"
+        )
+    else:
+        keep_freed_memory()
+    with workplace(near) as place:
+        return _convert(
+            model,
+            plans,
+            out,
+            options,
+            place,
+            timings,
+            notes,
+            source=source,
+            dtype=dtype,
+            device=device,
+            command=command,
+        )
 
+
+def _convert(
+    model: ModelSource,
+    plans: list[ConversionPlan],
+    out: Path,
+    options: ConvertOptions,
+    place: Workplace,
+    timings: Timings,
+    notes: list[str],
+    *,
+    source: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    command: str,
+) -> dict[str, Any]:
     state = HealState(out, fingerprint(model.source.sha256(), options), resume=options.resume)
     with timings.timed("texts"):
         tokenizer = load_tokenizer(model.source.folder)
@@ -79,12 +127,15 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         fitted, unseen = texts.fitted, texts.unseen
         language = language_of(tokenizer, fitted, options.preset)
     bank = LayerBank(model, device)
-    batches = Batches.fit(int(fitted.lengths.max()), model.spec.hidden_size, model.spec.num_layers)
+    batches = Batches.fit(
+        int(fitted.lengths.max()), model.spec.hidden_size, model.spec.num_layers, workplace=place
+    )  # fmt: skip
     plan, layers, facts = _fit(bank, plans, fitted, unseen, batches, options, state, timings)
     layers, layer_errors = heal_in_stages(
         bank, plan, layers, texts, batches, options, state, timings, facts, notes,
         opening=tokenizer.bos_id if tokenizer.adds_bos else None,
     )  # fmt: skip
+    bank.forget()
     with timings.timed("write"):
         write_checkpoint(
             model, plan, layers, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
@@ -123,7 +174,7 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
             "healing_tokens": texts.to_heal.tokens if options.heal.mode != "none" else 0,
             "skipped": fitted.skipped,
         },
-        options={key: value for key, value in asdict(options).items() if key not in ("force", "resume")},
+        options={key: value for key, value in asdict(options).items() if key not in INDIFFERENT},
         notes=notes,
         dtype=_name(dtype),
         timings=timings,
@@ -143,7 +194,7 @@ def _fit(
     options: ConvertOptions,
     state: HealState,
     timings: Timings,
-) -> tuple[ConversionPlan, tuple[LatentWeights, ...], dict[str, Any]]:
+) -> tuple[ConversionPlan, Sequence[LatentWeights], dict[str, Any]]:
     """What healing starts from and what the report says of it, from an interrupted run where there is one.
 
     The layers are the closed form at the plan's ranks, or at milder ones for a progressive conversion.
@@ -172,7 +223,7 @@ def _fit(
         plan = with_ranks(plan, closed.ranks)
     start = closed.layers
     if options.progressive:
-        start = closed.at(milder_ranks(plan, [layer.spec.kv_lora_rank for layer in closed.wide]))
+        start = closed.at(milder_ranks(plan, [spec.kv_lora_rank for spec in specs_of(closed.wide)]))
     with timings.timed("held_out"):
         losses = _held_out(bank, closed, start, unseen, batches)
     objectives = None
@@ -206,7 +257,7 @@ def _fit(
 
 
 def _held_out(
-    bank: LayerBank, closed: ClosedForm, start: tuple[LatentWeights, ...], unseen: CalibrationTexts, batches: Batches
+    bank: LayerBank, closed: ClosedForm, start: Sequence[LatentWeights], unseen: CalibrationTexts, batches: Batches
 ) -> dict[str, Loss]:
     layers = {"rope_split": closed.wide, "closed_form": closed.narrow}
     if closed.compensated is not None:
@@ -217,9 +268,9 @@ def _held_out(
 
 
 def _held_out_final(
-    bank: LayerBank, layers: tuple[LatentWeights, ...], unseen: CalibrationTexts, batches: Batches, out: Path
+    bank: LayerBank, layers: Sequence[LatentWeights], unseen: CalibrationTexts, batches: Batches, out: Path
 ) -> dict[str, Loss]:
-    written = LayerBank(open_model(str(out.resolve())), bank.device)
+    written = LayerBank(open_model(str(out.resolve())), bank.device, like=bank.frame)
     stages = {**source_and(bank, {"computed": layers}), "final": (written.frame, written.source_layer)}
     return measure_texts("checking the file on held-out text", stages, unseen, batches)
 

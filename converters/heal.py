@@ -35,7 +35,7 @@ LAYERS_SHARE = 0.25
 class Healed:
     """The layers after healing, and what the report says of it."""
 
-    layers: tuple[LatentWeights, ...]
+    layers: Sequence[LatentWeights]
     layer_errors: tuple[tuple[float, float], ...] = ()
     record: dict[str, object] = field(default_factory=dict)
 

@@ -41,7 +41,7 @@ CHECK_SEQUENCES = 4
 class Gated:
     """The layers with the gates that were kept, and what the report says (`healing.gate`)."""
 
-    layers: tuple[LatentWeights, ...]
+    layers: Sequence[LatentWeights]
     record: dict[str, Any]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +29,7 @@ LayerErrors = tuple[tuple[float, float], ...]
 def heal_in_stages(
     bank: LayerBank,
     plan: ConversionPlan,
-    layers: tuple[LatentWeights, ...],
+    layers: Sequence[LatentWeights],
     texts: ConversionTexts,
     batches: Batches,
     options: ConvertOptions,
@@ -38,7 +39,7 @@ def heal_in_stages(
     notes: list[str],
     *,
     opening: int | None,
-) -> tuple[tuple[LatentWeights, ...], LayerErrors]:
+) -> tuple[Sequence[LatentWeights], LayerErrors]:
     """The layers after a milder rank (`--progressive`), a norm's trial (`chat`), healing, ordering and gates (`--gate`).
 
     Args:

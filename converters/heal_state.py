@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mla_cli.checkpoint.disk import disk_error
 from mla_cli.converters.heal_layers import HealedLayer, LayerHealing
+from mla_cli.converters.options import INDIFFERENT
 from mla_cli.converters.plan import ConversionPlan, standard_layers
 from mla_cli.converters.rotary_split import latent_spec
 from mla_cli.converters.student import Student
@@ -61,12 +62,12 @@ class HealState:
         own._prefix = f"{name}-"
         return own
 
-    def save_closed_form(self, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
+    def save_closed_form(self, layers: Sequence[LatentWeights], facts: dict[str, Any]) -> None:
         """Keep what steps 1 to 3 made, and what the report says of them: from here on a run can be resumed."""
         self._write("key", {"key": self.key})
         self.save_layers_and_facts("closed", layers, facts)
 
-    def save_layers_and_facts(self, name: str, layers: tuple[LatentWeights, ...], facts: dict[str, Any]) -> None:
+    def save_layers_and_facts(self, name: str, layers: Sequence[LatentWeights], facts: dict[str, Any]) -> None:
         """Keep what a stage made, and what the report says of it."""
         self._write(name, {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
 
@@ -135,7 +136,7 @@ def fingerprint(source_sha256: str, options: Any) -> dict[str, Any]:
     """Everything a conversion's result depends on but the machine."""
     return {
         "source": source_sha256,
-        "options": {k: v for k, v in asdict(options).items() if k not in ("force", "resume")},
+        "options": {k: v for k, v in asdict(options).items() if k not in INDIFFERENT},
     }
 
 

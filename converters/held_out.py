@@ -52,19 +52,27 @@ def measure(
         frames = {name: frame for name, (frame, _) in stages.items()}
         first = next(iter(frames.values()))
         tokens = tokens[:, : int(counts.max())].to(first.device)
+        micros = [
+            slice(i, i + batches.sequences_per_micro) for i in range(0, tokens.shape[0], batches.sequences_per_micro)
+        ]
+        shape = (*tokens.shape, first.spec.hidden_size)
+        hidden = {name: batches.workplace.rows(shape, first.device) for name in frames}
         with torch.no_grad():
-            positions = first.begin_step(tokens.shape, lengths=counts).positions
-            hidden = {name: frame.embed(tokens, positions) for name, frame in frames.items()}
+            for m in micros:
+                positions = first.begin_step(tokens[m].shape, lengths=counts[m]).positions
+                for name, frame in frames.items():
+                    hidden[name][m] = frame.embed(tokens[m], positions)
             for index in range(first.spec.num_layers):
                 for name, (frame, layer_at) in stages.items():
                     layer = layer_at(index)
-                    for i in range(0, tokens.shape[0], batches.sequences_per_micro):
-                        m = slice(i, i + batches.sequences_per_micro)
+                    for m in micros:
                         step = frame.begin_step(tokens[m].shape, lengths=counts[m])
                         hidden[name][m] = layer(hidden[name][m], step)
+                    del layer  # before the next one is read
                 tick()
             for row in range(tokens.shape[0]):
-                _score(frames, hidden, tokens[row], int(counts[row]), row, sums)
+                states = {name: rows[row : row + 1][0] for name, rows in hidden.items()}
+                _score(frames, states, tokens[row], int(counts[row]), sums)
     return {name: Loss(nll / max(1, n), kl / max(1, n), int(n)) for name, (nll, kl, n) in sums.items()}
 
 
@@ -93,7 +101,6 @@ def _score(
     hidden: dict[str, Tensor],
     tokens: Tensor,
     count: int,
-    row: int,
     sums: dict[str, list[float]],
 ) -> None:
     for begin in range(0, count - 1, SCORED_AT_ONCE):
@@ -102,7 +109,7 @@ def _score(
         source: Tensor | None = None
         for name, states in hidden.items():
             frame = frames[name]
-            scores = F.log_softmax(frame.logits(frame.norm(states[row, begin:end])).float(), dim=-1)
+            scores = F.log_softmax(frame.logits(frame.norm(states[begin:end])).float(), dim=-1)
             source = scores if source is None else source
             sums[name][0] += float(F.nll_loss(scores, labels, reduction="sum"))
             sums[name][1] += float(F.kl_div(scores, source, log_target=True, reduction="sum"))

@@ -41,7 +41,7 @@ POWER_SAMPLES = 8
 class NormChoice:
     """Layers to go on with, the healing that is left for them, and what the report says (`latent_norm`)."""
 
-    layers: tuple[LatentWeights, ...]
+    layers: Sequence[LatentWeights]
     rest: HealOptions
     record: dict[str, Any]
 
@@ -55,7 +55,7 @@ def why_no_norm(form: str, options: HealOptions) -> str | None:
 
 def choose_norm(
     bank: LayerBank,
-    layers: tuple[LatentWeights, ...],
+    layers: Sequence[LatentWeights],
     healing: CalibrationTexts,
     long_unseen: CalibrationTexts,
     unseen: CalibrationTexts,

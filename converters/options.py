@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from mla_cli.converters.closed_form import Ranks
@@ -25,6 +26,10 @@ HELD_OUT = 16
 # For the choice of the rotary width: a rough closed form is enough to tell widths apart.
 PILOT_SAMPLES = 16
 PILOT_HELD_OUT = 8
+
+
+# Options that say where and how a conversion runs, and change nothing in what it gives.
+INDIFFERENT = ("force", "resume", "max_memory", "offload")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class ConvertOptions:
     heal: HealOptions = field(default_factory=HealOptions)
     progressive: bool = False  # heal at a milder rank first, then cut to the plan's and heal again
     resume: bool = False
+    max_memory: int | None = None  # bytes; None: half of what is free
+    offload: Path | None = None  # folder for what does not fit; None: beside the output, where it does not
 
     @property
     def refits(self) -> bool:

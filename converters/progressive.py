@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layer_bank import LayerBank, specs_of
 from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note
@@ -65,9 +65,10 @@ def heal_and_cut(
     earlier = state.load_layers_and_facts("cut")
     if earlier is not None:
         tensors, facts = earlier
-        cut = layers_from(bank.model.spec, plan, tensors)
-        return Healed(cut, (), facts["record"]), {name: Loss(**loss) for name, loss in facts["losses"].items()}
-    ranks = [layer.spec.kv_lora_rank for layer in layers]
+        return Healed(layers_from(bank.model.spec, plan, tensors), (), facts["record"]), {
+            name: Loss(**loss) for name, loss in facts["losses"].items()
+        }
+    ranks = [spec.kv_lora_rank for spec in specs_of(layers)]
     note(f"first stage: latents of {span(ranks)}")
     healed = heal(
         bank.model, layers, healing, long_unseen, options, state.stage("milder"), device=bank.device, opening=opening

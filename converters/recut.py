@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mla_cli.calibration.layer_bank import LayerBank
+from mla_cli.calibration.layer_bank import LayerBank, StoredLayers, specs_of
 from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.console import note
@@ -33,7 +33,7 @@ def recut(
     batches: Batches,
     *,
     seed: int = 0,
-) -> tuple[LatentWeights, ...]:
+) -> Sequence[LatentWeights]:
     """The layers with latents of these ranks, channels ordered by importance.
 
     Args:
@@ -42,10 +42,10 @@ def recut(
         texts: sequences for the Fisher information of `layers`.
     """
     seen = measure_latents(bank, layers, texts, batches, seed=seed)
-    return tuple(
-        factorize(layer, rank, found.input_moment, found.fisher, reorder=True)[0]
-        for layer, rank, found in zip(layers, ranks, seen, strict=True)
-    )
+    cut = StoredLayers(batches.workplace.series())
+    for layer, rank, found in zip(layers, ranks, seen, strict=True):
+        cut.append(factorize(layer, rank, found.input_moment, found.fisher, reorder=True)[0])
+    return cut
 
 
 def put_in_order(
@@ -56,7 +56,7 @@ def put_in_order(
     batches: Batches,
     *,
     seed: int = 0,
-) -> tuple[LatentWeights, ...]:
+) -> Sequence[LatentWeights]:
     """The layers with their channels re-ordered, where half of each latent does better on held-out text then.
 
     Nested healing teaches the channels where they stand, so that their own order can be the better one.
@@ -64,7 +64,7 @@ def put_in_order(
     Args:
         texts: sequences for the Fisher information. probe: held-out ones.
     """
-    whole = [layer.spec.kv_lora_rank for layer in layers]
+    whole = [spec.kv_lora_rank for spec in specs_of(layers)]
     ordered = recut(bank, layers, whole, texts, batches, seed=seed)
     halves = {"healed": parts_of(layers, JUDGED_AT), "ordered": parts_of(ordered, JUDGED_AT)}
     found = measure(source_and(bank, halves), probe.sequences, probe.lengths, batches)
@@ -72,4 +72,4 @@ def put_in_order(
     note(
         f"half of each latent: KL {before:.4f} as healed, {after:.4f} re-ordered: {'taken' if after < before else 'not taken'}"
     )
-    return ordered if after < before else tuple(layers)
+    return ordered if after < before else layers

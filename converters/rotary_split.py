@@ -71,6 +71,8 @@ def split_rotary(
     queries = torch.complex(w_q[:, :n], w_q[:, n : 2 * n])  # [H, n, D+1]
     group_energy = query_energy.view(groups, per_group, n).sum(dim=1).clamp(min=1e-30)  # [G, n]
 
+    seen = torch.complex(w_k[:, :n] @ input_moment, w_k[:, n : 2 * n] @ input_moment)  # [G, n, D+1]
+
     remainder = keys.clone()
     rope_rows: list[Tensor] = []
     rope_queries: list[Tensor] = []
@@ -84,7 +86,7 @@ def split_rotary(
             remainder[:, j] = 0
             continue
         weighted = weight[:, None] * keys[:, j]  # [G, D+1]
-        covariance = weighted @ input_moment.to(keys.dtype) @ weighted.conj().T  # [G, G]
+        covariance = weight[:, None] * seen[:, j] @ weighted.conj().T  # [G, G]
         if mixing == "real":
             covariance = covariance.real.to(keys.dtype)
         _, vectors = torch.linalg.eigh(covariance)
@@ -198,8 +200,9 @@ def component_energies(attention: StandardAttention, input_moment: Tensor, query
     w_k = key_rows(attention)
     keys = torch.complex(w_k[:, :n], w_k[:, n : 2 * n])  # [G, n, D+1]
     weight = query_energy.view(s.num_kv_heads, -1, n).sum(dim=1).clamp(min=0).sqrt()  # [G, n]
-    weighted = (weight[..., None] * keys).transpose(0, 1)  # [n, G, D+1]
-    covariance = weighted @ input_moment.to(keys.dtype) @ weighted.mH  # [n, G, G]
+    seen = torch.complex(w_k[:, :n] @ input_moment, w_k[:, n : 2 * n] @ input_moment)
+    weighted, seen = ((weight[..., None] * rows).transpose(0, 1) for rows in (keys, seen))  # [n, G, D+1]
+    covariance = seen @ weighted.mH  # [n, G, G]
     return torch.linalg.eigvalsh(covariance).flip(-1)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mla_cli.calibration.layerwise import Batches, LayerAt, Tick, run
+from mla_cli.calibration.offload import Series, Workplace
 from mla_cli.converters.distances import SEQUENCES, influence_by_distance, mean_turn
 from mla_cli.model.attention import Record
 from mla_cli.model.decoder import Decoder
@@ -69,6 +71,34 @@ def with_constant(rows: Tensor) -> Tensor:
     return torch.cat((rows, rows.new_ones(rows.shape[0], 1)), dim=1)
 
 
+class Sums:
+    """Running sums of each layer: those of the layer at hand are in memory, the others where the workplace keeps them."""
+
+    def __init__(self, workplace: Workplace, layers: int, fresh: Callable[[int], dict[str, Tensor]]) -> None:
+        """Args: fresh: a layer's sums before anything was added, under names."""
+        self._series: Series[dict[str, Tensor] | None] = Series(workplace.series())
+        for _ in range(layers):
+            self._series.append(None)
+        self._fresh, self._index = fresh, -1
+        self._sums: dict[str, Tensor] = {}
+
+    def taken(self, layer: int) -> dict[str, Tensor]:
+        """The sums of a layer, which are not kept any longer."""
+        found = self.of(layer)
+        self._series[layer], self._index, self._sums = None, -1, {}
+        return found
+
+    def of(self, layer: int) -> dict[str, Tensor]:
+        """The sums of a layer, to add to in place."""
+        if layer != self._index:
+            if self._index >= 0:
+                self._series[self._index] = self._sums
+            self._sums = {}  # before the next ones come
+            self._sums = self._series[layer] or self._fresh(layer)
+            self._index = layer
+        return self._sums
+
+
 def source_statistics(
     frame: Decoder,
     layer_at: LayerAt,
@@ -77,41 +107,51 @@ def source_statistics(
     batches: Batches,
     *,
     tick: Tick = lambda: None,
-) -> list[SourceStatistics]:
+) -> Series[SourceStatistics]:
     """Forward statistics of every layer of a source model."""
     specs = [s for s in frame.spec.attention if isinstance(s, StandardAttentionSpec)]
     hidden = frame.spec.hidden_size
-    inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
-    queries = [torch.zeros(s.num_heads, s.head_dim, s.head_dim, dtype=torch.float64) for s in specs]
-    looks = [torch.zeros(s.num_heads, sequences.shape[1], dtype=torch.float64) for s in specs]
+
+    def fresh(layer: int) -> dict[str, Tensor]:
+        s = specs[layer]
+        return {
+            "input": torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64),
+            "query": torch.zeros(s.num_heads, s.head_dim, s.head_dim, dtype=torch.float64),
+            "look": torch.zeros(s.num_heads, sequences.shape[1], dtype=torch.float64),
+        }
+
+    sums = Sums(batches.workplace, len(specs), fresh)
     looked = [0] * len(specs)
 
     def observe(layer: int, record: Record, valid: Tensor) -> None:
+        mine = sums.of(layer)
         few = SEQUENCES - looked[layer]
         if specs[layer].rotary is not None and few > 0:
             part = {name: record[name][:few] for name in ("q", "k", "v", "heads")}
             real = valid[:few]
             step = frame.begin_step(real.shape, lengths=real.sum(dim=1))
             found = influence_by_distance(part, step, specs[layer], real).cpu()
-            looks[layer][:, : found.shape[1]] += found
+            mine["look"][:, : found.shape[1]] += found
             looked[layer] += len(part["q"])
-        inputs[layer] += second_moment(with_constant(record["x"][valid])).cpu()
+        mine["input"] += second_moment(with_constant(record["x"][valid])).cpu()
         q = record["q"][valid].double().transpose(0, 1)  # [H, N, d]
-        queries[layer] += (q.transpose(1, 2) @ q).cpu()
+        mine["query"] += (q.transpose(1, 2) @ q).cpu()
 
     run(frame, layer_at, sequences, lengths, batches, observe=observe, tick=tick)
-    statistics = []
+    statistics: Series[SourceStatistics] = Series(batches.workplace.series())
     looked_at = int(lengths[:SEQUENCES].sum())  # tokens
-    for spec, moment, query, look in zip(specs, inputs, queries, looks, strict=True):
-        tokens = moment[-1, -1].clone()
+    for index, spec in enumerate(specs):
+        seen = sums.taken(index)
+        tokens = seen["input"][-1, -1].clone()
         n = spec.rotary.dim // 2 if spec.rotary is not None else 0
-        diagonal = (query / tokens).diagonal(dim1=1, dim2=2)  # [H, d]
+        diagonal = (seen["query"] / tokens).diagonal(dim1=1, dim2=2)  # [H, d]
         energy = diagonal[:, :n] + diagonal[:, n : 2 * n]
-        turn = mean_turn(spec.rotary, look) if spec.rotary is not None else None
-        influence = look.sum(dim=1, keepdim=True)  # [H, 1]
+        turn = mean_turn(spec.rotary, seen["look"]) if spec.rotary is not None else None
+        influence = seen["look"].sum(dim=1, keepdim=True)  # [H, 1]
         if influence.any():
             energy = energy * influence.clamp(min=LEAST_INFLUENCE * influence.mean()) / looked_at
-        statistics.append(SourceStatistics(moment / tokens, energy, query / tokens, turn, int(tokens)))
+        found = SourceStatistics(seen["input"] / tokens, energy, seen["query"] / tokens, turn, int(tokens))
+        statistics.append(found)
     return statistics
 
 
@@ -125,7 +165,7 @@ def latent_statistics(
     seed: int = 0,
     compute: torch.dtype = torch.float32,
     tick: Tick = lambda: None,
-) -> list[LatentStatistics]:
+) -> Series[LatentStatistics]:
     """Forward and backward statistics of every layer of a latent model (a wide one, straight after the rotary split).
 
     Args:
@@ -133,24 +173,36 @@ def latent_statistics(
     """
     specs = [s for s in frame.spec.attention if isinstance(s, LatentAttentionSpec)]
     hidden = frame.spec.hidden_size
-    inputs = [torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64) for _ in specs]
-    tokens = [0] * len(specs)
-    fishers = [torch.zeros(s.kv_lora_rank, s.kv_lora_rank, dtype=torch.float64) for s in specs]
-    energies = [0.0] * len(specs)
+
+    def fresh(layer: int) -> dict[str, Tensor]:
+        rank = specs[layer].kv_lora_rank
+        return {
+            "input": torch.zeros(hidden + 1, hidden + 1, dtype=torch.float64),
+            "fisher": torch.zeros(rank, rank, dtype=torch.float64),
+            "energy": torch.zeros((), dtype=torch.float64),
+            "tokens": torch.zeros((), dtype=torch.float64),
+        }
+
+    sums = Sums(batches.workplace, len(specs), fresh)
 
     def observe(layer: int, record: Record, gradient: Tensor, valid: Tensor) -> None:
+        mine = sums.of(layer)
         x, g = with_constant(record["x"][valid]).double(), gradient[valid].double()  # [N, D + 1], [N, r]
         root = g.norm(dim=1, keepdim=True).sqrt()
-        inputs[layer] += second_moment(x * root).cpu()
-        fishers[layer] += second_moment(g / root.clamp(min=1e-150)).cpu()
-        energies[layer] += float(g.square().sum())
-        tokens[layer] += len(g)
+        mine["input"] += second_moment(x * root).cpu()
+        mine["fisher"] += second_moment(g / root.clamp(min=1e-150)).cpu()
+        mine["energy"] += float(g.square().sum())
+        mine["tokens"] += len(g)
 
     run(frame, layer_at, sequences, lengths, batches, observe_gradient=observe, seed=seed, compute=compute, tick=tick)
-    return [
-        LatentStatistics(moment / moment[-1, -1].clamp(min=1e-300), tempered(fisher, energy / max(1, count)), count)
-        for moment, fisher, energy, count in zip(inputs, fishers, energies, tokens, strict=True)
-    ]
+    statistics: Series[LatentStatistics] = Series(batches.workplace.series())
+    for layer in range(len(specs)):
+        seen = sums.taken(layer)
+        count = int(seen["tokens"])
+        moment = seen["input"] / seen["input"][-1, -1].clamp(min=1e-300)
+        trace = float(seen["energy"]) / max(1, count)
+        statistics.append(LatentStatistics(moment, tempered(seen["fisher"], trace), count))
+    return statistics
 
 
 def tempered(moment: Tensor, trace: float, power: float = TEMPER) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.offload import Mapped
 from mla_cli.checkpoint.deepseek_form import stock_config, stock_tensors
 from mla_cli.checkpoint.load import ModelSource
 from mla_cli.checkpoint.writer import CheckpointWriter
@@ -19,6 +20,7 @@ from mla_cli.errors import UsageError
 from mla_cli.model.families.base import Config
 from mla_cli.model.families.native import native_config
 from mla_cli.model.latent_weights import LatentWeights
+from mla_cli.model.spec import LatentAttentionSpec
 from mla_cli.report.page import files_for_people
 
 REPORT = "mla_report.json"
@@ -66,17 +68,18 @@ def write_checkpoint(
     force: bool,
 ) -> None:
     """Write the converted checkpoint, all or nothing. The report, which needs the file, is added afterwards."""
-    query_bias = any(bool(layer.q_bias.any()) for layer in layers)
     # In the native form a layer needs the same keys as the others only where the configuration says so; each says its own.
-    layers = [layer.with_needed_biases() for layer in layers]
+    needed = Mapped(layers, LatentWeights.with_needed_biases)
+    specs = [layer.spec for layer in needed]
+    query_bias = any(spec.q_bias for spec in specs)
     with CheckpointWriter(out, force=force, max_shard_bytes=max_shard_bytes, source=model.source.folder) as writer:
         for name in progress(list(model.rules), "writing", unit="tensor"):
             if ".self_attn." not in name:
                 writer.add(name, model.tensor(name).to(dtype))
-        for index, layer in enumerate(progress(layers, "writing attention", unit="layer")):
+        for index, layer in enumerate(progress(needed, "writing attention", unit="layer")):
             for name, tensor in _attention_tensors(layer, plan, index, query_bias).items():
                 writer.add(f"model.layers.{index}.self_attn.{name}", tensor.to(dtype))
-        config = _config(model, plan, layers, query_bias)
+        config = _config(model, plan, specs, query_bias)
         for key in ("dtype", "torch_dtype"):
             config.pop(key, None)
         writer.write_json("config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
@@ -91,12 +94,12 @@ def _attention_tensors(layer: LatentWeights, plan: ConversionPlan, index: int, q
     return layer.named_tensors()
 
 
-def _config(model: ModelSource, plan: ConversionPlan, layers: Sequence[LatentWeights], query_bias: bool) -> Config:
+def _config(model: ModelSource, plan: ConversionPlan, specs: Sequence[LatentAttentionSpec], query_bias: bool) -> Config:
     source = model.source.config
     if plan.form == "deepseek":
         rank = plan.layers[0].kv_lora_rank
-        return stock_config(source, model.spec, layers[0].spec, rank, query_bias=query_bias)
-    return native_config(source, model.spec.with_attention(tuple(layer.spec for layer in layers)))
+        return stock_config(source, model.spec, specs[0], rank, query_bias=query_bias)
+    return native_config(source, model.spec.with_attention(tuple(specs)))
 
 
 def report_files(report: dict[str, Any], card: str) -> dict[str, bytes]:

@@ -43,7 +43,7 @@ def storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"tensor {name} has dtype {tensor.dtype}, which cannot be stored", fix="use --dtype bfloat16 or float32"
         )
     copy = tensor.detach().cpu().contiguous()
-    if copy.is_floating_point() and copy.numel() and not _finite(copy):
+    if copy.is_floating_point() and not finite(copy):
         raise OutputError(
             f"tensor {name} holds values that are not finite in {str(copy.dtype).removeprefix('torch.')}",
             fix="choose an output dtype with a wider range (bfloat16 or float32), or check the source for damage",
@@ -191,10 +191,13 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor are, found without a temporary of its size."""
+    if not tensor.numel():
+        return True
     if tensor.dtype.itemsize == 1:  # float8 has no comparisons of its own
         return all(bool(part.float().isfinite().all()) for part in torch.split(tensor.reshape(-1), 1 << 22))
-    low, high = torch.aminmax(tensor)  # no temporary of the tensor's size; a nan comes through
+    low, high = torch.aminmax(tensor)  # a nan comes through
     return bool(low.isfinite() and high.isfinite())
 
 

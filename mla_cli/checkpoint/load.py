@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from mla_cli.checkpoint.cache_dir import cache_dir
+from mla_cli.checkpoint.disk import finite
 from mla_cli.checkpoint.sources import Source, open_source
 from mla_cli.console import note
 from mla_cli.errors import InputError
 from mla_cli.kernels.cpu.prompt import prompt_attention
+from mla_cli.model.attention import LatentAttention, StandardAttention
 from mla_cli.model.decoder import Decoder, DecoderLayer
 from mla_cli.model.families import family_of
 from mla_cli.model.families.base import Family, TensorRule
 from mla_cli.model.families.multimodal import text_name, text_part
 from mla_cli.model.spec import DecoderSpec
 
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -56,7 +59,7 @@ class ModelSource:
         """
         rule = self.rules[name]
         stored = self.source.tensors.read(rule.source)
-        if not bool(torch.isfinite(stored).all()):
+        if not finite(stored):
             raise InputError(
                 f"tensor {rule.source} holds NaN or infinity",
                 where=self.source.tensors.infos[rule.source].file,
@@ -164,6 +167,27 @@ def load_layer(
     return module
 
 
+def load_attention(
+    model: ModelSource, layer: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> StandardAttention | LatentAttention:
+    """The attention of one decoder layer with its weights, without reading the rest of the layer."""
+    with torch.device("meta"):
+        module = DecoderLayer(model.spec, layer).self_attn
+    prefix = f"model.layers.{layer}.self_attn."
+    names = [name for name in model.layer_names(layer) if name.startswith(prefix)]
+    _fill(module, ((name.removeprefix(prefix), model.tensor(name)) for name in names), dtype, device)
+    return module
+
+
+def layer_bytes(model: ModelSource) -> list[int]:
+    """Bytes of each layer's weights in float32."""
+    infos = model.source.tensors.infos
+    return [
+        4 * sum(math.prod(infos[model.rules[name].source].shape) for name in model.layer_names(layer))
+        for layer in range(model.spec.num_layers)
+    ]
+
+
 def load_decoder(
     model: ModelSource, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Decoder:
@@ -176,17 +200,37 @@ def load_decoder(
 
 
 def load_frame(
-    model: ModelSource, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    model: ModelSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    keep_tables: bool = False,
+    like: Decoder | None = None,
 ) -> Decoder:
     """The decoder without layers: embedding, final norm, output head (for work layer by layer).
 
     On a CPU the compiled kernels compute the attention of its steps, where they can be had.
+
+    Args:
+        keep_tables: keep embedding and head as they are stored, where that is narrower; they are widened in parts for each use.
+        like: another one, whose tensors are shared where they are equal to what is stored here.
     """
     with torch.device("meta"):
         decoder = Decoder(model.spec.with_attention(()))
     decoder.spec = model.spec
     if torch.device(device).type == "cpu" and dtype != torch.float64:
         decoder.fast_attention = prompt_attention(cache_dir() / "kernels", note)
-    names = [name for name in model.rules if not name.startswith("model.layers.")]
-    _fill(decoder, ((name.removeprefix("model."), model.tensor(name)) for name in names), dtype, device)
+    held = {} if like is None else like.state_dict()
+    state = {}
+    for name in [name for name in model.rules if not name.startswith("model.layers.")]:
+        key, tensor = name.removeprefix("model."), model.tensor(name)
+        kept = keep_tables and name in TABLES and tensor.dtype.itemsize < dtype.itemsize
+        tensor = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
+        same = held.get(key)
+        equal = same is not None and same.dtype == tensor.dtype and torch.equal(same, tensor)
+        state[key] = same if equal and same is not None else tensor
+    decoder.load_state_dict(state, strict=True, assign=True)
+    decoder.requires_grad_(False).eval()
+    if keep_tables:
+        decoder.computes_in = dtype
     return decoder

@@ -11,7 +11,7 @@ import typer
 
 from mla_cli import console
 from mla_cli.commands import options
-from mla_cli.commands.options import BUDGET, METHOD, OUTPUT
+from mla_cli.commands.options import BUDGET, METHOD, OUTPUT, RUNTIME
 from mla_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -171,6 +171,24 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest weight file.", rich_help_panel=OUTPUT)
     ] = "5GB",
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--max-memory",
+            metavar="SIZE",
+            help="Memory to stay within, e.g. 10GB: what is kept by layer goes to files (default: half of what is free).",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
+    offload: Annotated[
+        Path | None,
+        typer.Option(
+            "--offload",
+            metavar="DIR",
+            help="Folder for such files, and always use it (default: beside OUT, where memory is short).",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with an interrupted conversion to OUT.", rich_help_panel=OUTPUT),
@@ -243,6 +261,8 @@ def convert(
         ),
         progressive=progressive,
         resume=resume,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        offload=None if offload is None else offload.absolute(),
     )
     if dry_run:
         _show_plan(src, chosen, json)

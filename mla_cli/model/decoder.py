@@ -19,6 +19,7 @@ from mla_cli.model.cache import Cache
 from mla_cli.model.large_products import large_products
 from mla_cli.model.norms import make_norm
 from mla_cli.model.spec import DecoderSpec, ExpertsSpec, LatentAttentionSpec
+from mla_cli.model.widened import widened_linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -260,7 +261,7 @@ class Decoder(nn.Module):
         s, weight = self.spec, self.embed_tokens.weight if self.spec.tied else self.lm_head.weight
         bias = self.lm_head.bias.to(hidden.dtype) if s.head_bias else None
         with large_products(hidden):
-            scores = F.linear(hidden, weight.to(hidden.dtype), bias)
+            scores = widened_linear(hidden, weight, bias)
         if s.logit_scale != 1:
             scores = scores * s.logit_scale
         return scores if s.logit_softcap is None else s.logit_softcap * torch.tanh(scores / s.logit_softcap)
