@@ -136,6 +136,7 @@ def generate(
             max_batch=max_batch,
             max_context=max_context,
             pool_tokens=None if pool_size is None else pool_size * place.chunk_pages * choices.PAGE_TOKENS,
+            cool_down=values.get("latent_attention.fallback.cool_down", choices.COOL_DOWN),
             chat=chat,
         )
         check_width(values, config, engine.generator.decoder)

@@ -99,12 +99,17 @@ class Cache:
             raise MlaError(f"the cache holds at most {self.capacity} tokens a sequence, {longest} were asked for")
         need = self.longest + new_tokens
         if need > self._room:
-            self._room = max(need, min(self.capacity, self._room + max(GROWTH, self._room // 2)))
-            for layer in self.layers:
-                for store in layer.stores:
-                    store.grow(self._room)
+            self.reserve(max(need, min(self.capacity, self._room + max(GROWTH, self._room // 2))))
         self._span = Span(self.host_lengths, ends.cpu() - self.host_lengths, new_tokens)
         self._paged_step = None
+
+    def reserve(self, room: int) -> None:
+        """Take memory for `room` tokens a sequence now, where there is less."""
+        if room > self._room:
+            self._room = room
+            for layer in self.layers:
+                for store in layer.stores:
+                    store.grow(room)
 
     def pages(self, layer: int) -> LatentPages | None:
         """The pages of a layer that kernels write and read, None for one that `write` and `read` are for."""
@@ -164,7 +169,7 @@ class Cache:
         return other
 
     def add_pages(self, pages: int) -> None:
-        """Of the storage of a pool: have so many pages in all (see `PagePool`)."""
+        """Of the storage of a pool: have so many pages at least (see `PagePool`)."""
         for layer in self.layers:
             for store in layer.stores:
                 store.add_pages(pages)

@@ -97,9 +97,11 @@ class Store:
             setattr(self, name, new)
 
     def add_pages(self, pages: int) -> None:
-        """Have so many pages in all, each aligned to `ALIGNMENT` bytes; those that are there keep what they hold."""
+        """Have so many pages at least, each aligned to `ALIGNMENT` bytes; those that are there keep what they hold."""
         for name in self.parts:
             old: Tensor = getattr(self, name)
+            if len(old) >= pages:  # from a time when memory ran out before all had got theirs
+                continue
             new = _aligned_zeros((pages, *old.shape[1:]), old)
             new[: len(old)] = old
             setattr(self, name, new)

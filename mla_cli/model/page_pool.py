@@ -56,19 +56,29 @@ class PagePool:
         limit: most pages to hold. The pool begins small and grows up to it.
 
     Attributes:
-        limit: less once memory has run out.
         most_used: most pages that sequences used at a time.
-        growths: times that the pool has grown; views from before then show what is no longer used.
+        growths: times that pages may have moved; views from before then show what is no longer used.
+        refusals: times in a row that there was no memory to grow.
         below: the tiers that kept prompts go to, if any. found: chunks that were found here.
     """
 
     def __init__(self, make_cache: Callable[[int, int], Cache], limit: int) -> None:
-        self.limit, self.most_used, self.growths, self.found = limit, 0, 0, 0
+        self.most_used = self.growths = self.refusals = self.found = 0
         self.below: Below | None = None
-        self._storage = make_cache(1, PAGE_TOKENS)  # page 0 stays empty: it fills tables up
+        self._make_cache, self._most = make_cache, limit
+        self._apart, self._held = 0, False  # pages' worth of caches beside the pool; whether it may not grow
+        self._begin()
+
+    def _begin(self) -> None:
+        self._storage = self._make_cache(1, PAGE_TOKENS)  # page 0 stays empty: it fills tables up
         self._users = [1]  # of each page
         self._free: list[int] = []
         self._kept: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()  # latest use last
+
+    @property
+    def limit(self) -> int:
+        """Most pages that may be in memory now: what is taken apart is none of the pool's."""
+        return self.held if self._held else max(self.held, self._most - self._apart)
 
     @property
     def used(self) -> int:
@@ -87,7 +97,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that can be had without taking any from a sequence."""
+        """Pages that can be had without taking any from a sequence, if there is memory for them."""
         return self.limit - self.used + self.kept
 
     @property
@@ -114,15 +124,17 @@ class PagePool:
         return self._storage.bytes_per_token()
 
     def allocated_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self._storage.allocated_bytes()
+        """Bytes of all pages, and about those of the caches beside them."""
+        return self._storage.allocated_bytes() + self._apart * PAGE_TOKENS * self.bytes_per_token()
 
     def take(self, count: int) -> list[int] | None:
         """Pages for one sequence, or None if there are not so many."""
         if count > self.available:
             return None
+        may_grow = True
         while len(self._free) < count:
-            if not self._grow(count - len(self._free)) and not self._give_up():
+            may_grow = may_grow and self._grow(count - len(self._free))
+            if not may_grow and not self._give_up():
                 return None
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
@@ -180,6 +192,40 @@ class PagePool:
             self.release(pages)
         self._kept.clear()
 
+    def hold(self) -> None:
+        """Grow no further until `resume`: there is no memory."""
+        self._held = True
+
+    def resume(self) -> None:
+        """Grow again, up to what was allowed at first."""
+        self._held, self.refusals = False, 0
+
+    def drop(self) -> None:
+        """Give all memory back, and what was kept with it, where no sequence uses any and there are no tiers."""
+        if self.used == self.kept and self.held and self.below is None:  # tiers write into this very storage
+            self._begin()
+            self.growths += 1
+
+    def take_apart(self, tokens: int) -> Cache | None:
+        """A cache `[1]` for so many tokens beside the pages; None: no memory, or no more is allowed."""
+        pages = pages_for(tokens)
+        if self.held + self._apart + pages > self._most:
+            return None
+        try:
+            cache = self._make_cache(1, tokens)
+            cache.reserve(tokens)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        self._apart += pages
+        return cache
+
+    def release_apart(self, tokens: int) -> None:
+        """A cache for so many tokens beside the pages is not used any more."""
+        self._apart -= pages_for(tokens)
+        assert self._apart >= 0, "a cache was released twice"
+
     def view(self, pages: Sequence[Sequence[int]], lengths: Sequence[int], before: Sequence[Cache] = ()) -> Cache:
         """A cache of sequences that consist of these pages, of which so many tokens count.
 
@@ -192,18 +238,19 @@ class PagePool:
         return self._storage.view(table, torch.tensor(lengths), before)
 
     def _grow(self, wanted: int) -> bool:
-        held = len(self._users) - 1
+        held = self.held
         pages = min(self.limit, held + max(wanted, CHUNK_PAGES, held // 2))
         if pages <= held:
             return False
+        self.growths += 1  # also where memory runs out half-way: some layers have moved by then
         try:
             self._storage.add_pages(pages + 1)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.limit = held
+            self.refusals += 1
             return False
-        self.growths += 1
+        self.refusals = 0
         self._free += range(pages, held, -1)
         self._users += [0] * (pages - held)
         return True

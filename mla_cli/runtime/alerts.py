@@ -31,12 +31,14 @@ class Thresholds:
         ttft_p99_ms: of 99 requests in a hundred, from their handing in to the first token.
         cache_use: share of the pool's pages that requests use.
         fragmentation, ratio_drift: see `Picture`; a drift is too much in both directions.
+        fallback_rate: share of requests that were computed beside the pool (see `Fallback`).
     """
 
     ttft_p99_ms: float | None = 50.0
     cache_use: float | None = 0.85
     fragmentation: float | None = 0.25
     ratio_drift: float | None = 0.10
+    fallback_rate: float | None = 0.05
 
     @property
     def names(self) -> Sequence[str]:
@@ -60,4 +62,5 @@ _SHOWN = {
     "cache_use": ("the share of the cache in use", "raise --pool-size, or requests will be computed again"),
     "fragmentation": ("the fragmentation of the cache", "used pages lie far apart; no page is lost by it"),
     "ratio_drift": ("the drift of the compression ratio", "below 0, pages are partly empty; above 0, requests share them"),
+    "fallback_rate": ("the share of requests computed beside the pool", "memory runs out; lower --max-batch or --pool-size"),
 }  # fmt: skip

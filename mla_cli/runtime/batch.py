@@ -103,6 +103,17 @@ class Batch:
             sequence.ends = [length] if self._reads_whole else chunk_ends(length)
             sequence.names = _names(sequence.prompt, sequence.ends) if self._share else []
 
+    def join_apart(self, sequence: ActiveSequence) -> bool:
+        """Take in a sequence with a cache of its own; False, and nothing done, if there is no memory for it."""
+        cache = self._pool.take_apart(sequence.most_tokens)
+        if cache is None:
+            return False
+        self.cut(sequence)
+        sequence.names = []
+        sequence.cache, sequence.apart = cache, True
+        self.rows.append(sequence)
+        return True
+
     def join(self, sequence: ActiveSequence) -> bool:
         """Take in a sequence, with what others have left of its prompt; False, and nothing done, if pages are wanting."""
         self.cut(sequence)
@@ -127,7 +138,9 @@ class Batch:
             self._pool.clear(sequence.pages)
         self._pool.release(sequence.pages)
         self._pool.touch(reversed(sequence.names))  # a chunk is of no use without those before it: these leave last
-        sequence.pages, sequence.cache, sequence.cached = [], None, 0
+        if sequence.apart:
+            self._pool.release_apart(sequence.most_tokens)
+        sequence.pages, sequence.cache, sequence.cached, sequence.apart = [], None, 0, False
         self._cache = self._sampler = None
         if self._live is not None:
             self._live.forget(sequence)
@@ -167,7 +180,7 @@ class Batch:
 
     def extend(self, sequence: ActiveSequence) -> bool:
         """See to it that there is a page for a sequence's next token; False: there is none."""
-        if sequence.cached < len(sequence.pages) * PAGE_TOKENS:
+        if sequence.apart or sequence.cached < len(sequence.pages) * PAGE_TOKENS:
             return True
         more = self._pool.take(1)
         if more is None:
@@ -179,24 +192,25 @@ class Batch:
 
     @torch.inference_mode()
     def step(self, sequences: list[ActiveSequence]) -> tuple[list[ActiveSequence], Sampled | None]:
-        """Feed each sequence its next token; those that have no more to be fed, and a new token for each of these."""
+        """Feed each sequence its next token; those that have no more to be fed, and a new token for each of these.
+
+        Args:
+            sequences: some that have pages, or one that is apart.
+        """
         decoder = self._decoder
         self._renew()
-        if self._cache is None or sequences != self._stepping:
-            self._stepping = sequences
-            self._cache = self._pool.view(
-                [s.pages for s in sequences], [s.cached for s in sequences], [self._view(s) for s in sequences]
-            )
+        cache = self._view(sequences[0]) if sequences[0].apart else self._joint(sequences)
         fed = [[s.tokens[s.cached - len(s.prompt)]] for s in sequences]
-        hidden = decoder(torch.tensor(fed, device=decoder.device), self._cache)[:, -1]  # [B, D]
+        hidden = decoder(torch.tensor(fed, device=decoder.device), cache)[:, -1]  # [B, D]
         for sequence in sequences:
             sequence.cached += 1
         if self._live is not None:
-            for row, factors in self._live.step(self._cache.latest_ranges(), sequences):
+            for row, factors in self._live.step(cache.latest_ranges(), sequences):
                 own = self._view(sequences[row])
                 own.advance(torch.tensor([sequences[row].cached]))
                 own.rescale(0, factors)
-                self._cache.rescale(row, factors)
+                if own is not cache:
+                    cache.rescale(row, factors)
         ready = [row for row, s in enumerate(sequences) if s.cached == len(s.prompt) + len(s.tokens)]
         if not ready:
             return [], None
@@ -219,6 +233,15 @@ class Batch:
             pages += found
         return pages
 
+    def _joint(self, sequences: list[ActiveSequence]) -> Cache:
+        """One cache of several sequences; the last one if neither they nor their pages have changed."""
+        if self._cache is None or sequences != self._stepping:
+            self._stepping = sequences
+            self._cache = self._pool.view(
+                [s.pages for s in sequences], [s.cached for s in sequences], [self._view(s) for s in sequences]
+            )
+        return self._cache
+
     def _view(self, sequence: ActiveSequence) -> Cache:
         assert sequence.cache is not None, "the sequence has no pages"
         return sequence.cache
@@ -227,7 +250,7 @@ class Batch:
         """After the pool has grown, look at the pages where they are now."""
         if self._growths != self._pool.growths:
             self._growths, self._cache = self._pool.growths, None
-            for s in self.rows:
+            for s in (row for row in self.rows if not row.apart):
                 s.cache = self._pool.view([s.pages], [s.cached], [self._view(s)])
 
     def _new_sampler(self, sequences: list[ActiveSequence]) -> RowSampler:

@@ -248,7 +248,7 @@ KEYS: tuple[Key, ...] = (
     Key("metrics.to", matching(r"(?s).+", "a file, or [HOST]:PORT"), "metrics"),
     *(
         Key(f"metrics.alerts.{name}", threshold)
-        for name in ("ttft_p99_ms", "cache_use", "fragmentation", "ratio_drift")
+        for name in ("ttft_p99_ms", "cache_use", "fragmentation", "ratio_drift", "fallback_rate")
     ),
     Key("server.max_queue", whole(0), "max_queue"),
     Key("server.max_seconds", positive(1), "max_seconds"),

@@ -10,7 +10,7 @@ from mla_cli.checkpoint.load import ModelSource, open_model
 from mla_cli.kernels.quantized import normalize_dtype
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.tokenizer import Tokenizer, load_tokenizer
-from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, check_backend
+from mla_cli.runtime.choices import COOL_DOWN, DEFAULT_MAX_BATCH, check_backend
 from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.int8_weights import weight_bytes
 from mla_cli.runtime.live_range import StaticRanges
@@ -46,6 +46,7 @@ def open_engine(
     max_batch: int = DEFAULT_MAX_BATCH,
     max_context: int | None = None,
     pool_tokens: int | None = None,
+    cool_down: int = COOL_DOWN,
     logprobs: bool = False,
     chat: bool = False,
 ) -> Engine:
@@ -59,7 +60,7 @@ def open_engine(
         latent_strength: share of each latent's channels, the first ones, that are cached and used; less if the checkpoint was
             calibrated for less.
         weights: `float`, or `int8` for the projections (see `int8_weights`).
-        pool_tokens: see `Generator`.
+        pool_tokens, cool_down: see `Generator`.
         chat: refuse a model without a chat template before its weights are read.
     """
     check_backend(backend)
@@ -91,6 +92,7 @@ def open_engine(
         max_batch=max_batch,
         max_context=max_context,
         pool_tokens=pool_tokens,
+        cool_down=cool_down,
         logprobs=logprobs,
     )
     notes = [*model.notes, _how(device, chosen, stored, decoder), *from_triton]

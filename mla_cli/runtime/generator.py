@@ -21,7 +21,8 @@ from mla_cli.model.decoder import Decoder
 from mla_cli.model.page_pool import PagePool, pages_for
 from mla_cli.model.tokenizer import Tokenizer
 from mla_cli.runtime.batch import Batch, chunk_ends, reads_whole
-from mla_cli.runtime.choices import DEFAULT_MAX_BATCH, WARM_SHARE
+from mla_cli.runtime.choices import COOL_DOWN, DEFAULT_MAX_BATCH, WARM_SHARE
+from mla_cli.runtime.fallback import Fallback
 from mla_cli.runtime.live_range import LiveRange, StaticRanges
 from mla_cli.runtime.request import Completion, Event, Failure, Request, Text
 from mla_cli.runtime.sampling_params import SamplingParams
@@ -41,6 +42,7 @@ class Generator:
         max_batch: most requests that run together; the others wait.
         max_context: most tokens of prompt and answer together; never more than the model has positions for.
         pool_tokens: most tokens that the cache holds of all requests together; None: `max_batch` times the context.
+        cool_down: requests that are computed beside the pool after memory ran out for it (see `Fallback`).
         logprobs: also give each token's log-probability.
 
     Attributes:
@@ -60,6 +62,7 @@ class Generator:
         max_batch: int = DEFAULT_MAX_BATCH,
         max_context: int | None = None,
         pool_tokens: int | None = None,
+        cool_down: int = COOL_DOWN,
         logprobs: bool = False,
     ) -> None:
         for name, value in (("max-batch", max_batch), ("max-context", max_context), ("pool-size", pool_tokens)):
@@ -80,6 +83,7 @@ class Generator:
         self.look: Look | None = None
         self._live = None if ranges is None else LiveRange(ranges)
         self.statistics = Statistics(self._pool.bytes_per_token(), live=self._live)
+        self._fallback = Fallback(self._pool, self.statistics, cool_down)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion | Failure]:
         """Answer requests, in their order; one that cannot be answered gives a `Failure`."""
@@ -157,7 +161,9 @@ class Generator:
     def scheduler(self) -> Scheduler:
         """Runs sequences that `prepare` made, as many as come; one at a time, and by one thread."""
         batch = Batch(self.decoder, self._pool, live=self._live)
-        return Scheduler(batch, self._pool, self.statistics, max_batch=self.max_batch, look=self.look)
+        return Scheduler(
+            batch, self._pool, self.statistics, max_batch=self.max_batch, look=self.look, fallback=self._fallback
+        )
 
     def prepare(self, index: int, request: Request, started: float) -> ActiveSequence:
         """The sequence that answers a request, under a number of the caller's; any thread may ask for one.

@@ -105,6 +105,7 @@ class Monitor:
             "cache_use": pages / pool.limit if pool.limit else None,
             "fragmentation": fragmentation if pages else None,
             "ratio_drift": drift,
+            "fallback_rate": self._statistics.fallback_rate,
         }
         alerts = self._thresholds.crossed(figures)
         self._statistics.joules = joules

@@ -111,6 +111,10 @@ def _families(statistics: Statistics, monitor: Monitor) -> Iterable[Family]:
     yield CounterMetricFamily("mla_admissions", "Times that a request got pages.", s.admissions)
     yield CounterMetricFamily("mla_prefix_hits", "Admissions that found a beginning of their prompt.", s.prefix_hits)
     yield CounterMetricFamily("mla_preemptions", "Times that a request lost its pages.", s.preemptions)
+    yield CounterMetricFamily(
+        "mla_fallbacks", "Times that memory ran out for the pool, and it was let rest.", s.fallbacks
+    )
+    yield CounterMetricFamily("mla_computed_apart", "Admissions to caches beside the pool.", s.computed_apart)
     yield CounterMetricFamily("mla_busy_seconds", "Time spent computing.", s.busy_s)
     yield CounterMetricFamily("mla_prefill_seconds", "Time spent computing prompts.", s.prefill_s)
     yield from _times("mla_time_to_first_token", "Time from a request's handing in to its first token", s.first_token_s)

@@ -13,14 +13,15 @@ from itertools import islice
 from time import perf_counter
 
 from mla_cli.errors import MlaError
+from mla_cli.model.cache_store import PAGE_TOKENS
 from mla_cli.model.page_pool import PagePool, pages_for
 from mla_cli.runtime.batch import SHORTEST_CHUNK, Batch
+from mla_cli.runtime.fallback import FAILURES, Fallback
 from mla_cli.runtime.request import Event, Failure, Text
 from mla_cli.runtime.sampling import Sampled
 from mla_cli.runtime.sequence import ActiveSequence
 from mla_cli.runtime.statistics import Statistics
 
-PATIENCE = 3  # times that a sequence that runs alone may be refused pages in a row
 LOOKED_AT = 4  # of those that wait, for what they will need
 
 
@@ -34,6 +35,7 @@ class Scheduler:
         max_batch: most that run together.
         budget: most tokens of prompts to read between two steps (at least one chunk is).
         look: is called after each turn with the pool, the sequences that run, and how many wait.
+        fallback: of this pool; None: one that begins here.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Scheduler:
         max_batch: int,
         budget: int = SHORTEST_CHUNK,
         look: Look | None = None,
+        fallback: Fallback | None = None,
     ) -> None:
         self._batch, self._pool, self._statistics = batch, pool, statistics
+        self._fallback = fallback or Fallback(pool, statistics)
         self._max_batch, self._budget, self._look = max_batch, budget, look
         self._shared = 0  # tokens that the batch has told so far
         self._waiting: deque[ActiveSequence] = deque()
@@ -61,7 +65,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def cancel(self, sequence: ActiveSequence) -> None:
-        """Forget a sequence, wherever it is; one that has ended already is none of ours."""
+        """Forget a sequence, wherever it is, also within a turn; one that has ended already is none of ours."""
         if sequence in self._batch.rows:
             self._batch.leave(sequence)
         elif sequence in self._waiting:
@@ -84,9 +88,7 @@ class Scheduler:
     def _admit(self) -> Iterator[Event]:
         while self._waiting and len(self._batch.rows) < self._max_batch:
             first, running = self._waiting[0], len(self._batch.rows)
-            # Each that runs may soon want a page more: who is let in must not push others out at once.
-            room = pages_for(len(first.history) + 1) + running
-            if (not running or room <= self._pool.available) and self._batch.join(first):
+            if self._let_in(first):
                 self._waiting.popleft()
                 self._statistics.admissions += 1
                 self._statistics.prefix_hits += first.cached > 0
@@ -106,11 +108,21 @@ class Scheduler:
             self._batch.cut(sequence)
         below.look_ahead([name for s in first for name in s.names], running=len(self._batch.rows))
 
+    def _let_in(self, sequence: ActiveSequence) -> bool:
+        self._fallback.check()
+        if self._fallback.left and self._batch.join_apart(sequence):
+            self._fallback.count()
+            return True
+        # Each that runs may soon want a page more: who is let in must not push others out at once.
+        running = len(self._batch.rows)
+        room = pages_for(len(sequence.history) + 1) + running
+        return (not running or room <= self._pool.available) and self._batch.join(sequence)
+
     def _read_prompts(self) -> Iterator[Event]:
         reading = [s for s in self._batch.rows if self._batch.next_chunk(s)]
         spent = 0
         for sequence in reading:
-            while self._batch.next_chunk(sequence):
+            while sequence in self._batch.rows and self._batch.next_chunk(sequence):
                 count = self._batch.adopt(sequence)
                 if spent and spent + count > self._budget:
                     return
@@ -141,36 +153,39 @@ class Scheduler:
                 else:
                     self._waiting.appendleft(last)
         ready = [s for s in ready if s in self._batch.rows]
-        if not ready:
+        yield from self._step([s for s in ready if not s.apart])
+        for sequence in ready:
+            if sequence.apart:
+                yield from self._step([sequence])
+
+    def _step(self, sequences: list[ActiveSequence]) -> Iterator[Event]:
+        """One token more for each; after a step that failed, one by one, to see which of them it was."""
+        if not sequences:
             return
         began = perf_counter()
         try:
-            given, sampled = self._batch.step(ready)
+            given, sampled = self._batch.step(sequences)
         except MlaError as error:
-            yield from self._one_by_one(ready, error)
+            if len(sequences) == 1:
+                yield self._fail(sequences[0], error)
+                return
+            for sequence in sequences:
+                if sequence in self._batch.rows:
+                    yield from self._step([sequence])
             return
         self._count(began)
         if sampled is not None:
             yield from self._deliver(given, sampled)
 
-    def _one_by_one(self, sequences: list[ActiveSequence], error: MlaError) -> Iterator[Event]:
-        """After a step that failed: which of the sequences it was."""
-        if len(sequences) == 1:
-            yield self._fail(sequences[0], error)
-            return
-        for sequence in sequences:
-            try:
-                given, sampled = self._batch.step([sequence])
-            except MlaError as own:
-                yield self._fail(sequence, own)
-            else:
-                if sampled is not None:
-                    yield from self._deliver(given, sampled)
-
     def _refused(self, sequence: ActiveSequence) -> Iterator[Event]:
-        """A sequence found no pages although nothing else runs: it tries again, but not for ever."""
+        """A sequence found no memory although nothing else runs: it tries again, then apart, but not for ever."""
         sequence.refusals += 1
-        if sequence.refusals < PATIENCE:
+        if self._fallback.left:
+            self._pool.drop()  # what nobody uses may be what it wants
+        elif sequence.refusals >= FAILURES:
+            self._fallback.begin()
+            sequence.refusals = 0
+        if sequence.refusals < FAILURES:
             self._waiting.appendleft(sequence)
             return
         self._statistics.failed += 1
@@ -178,8 +193,8 @@ class Scheduler:
         yield Failure(
             sequence.index,
             MlaError(
-                f"no memory is left for the cache: {need} pages are needed, the pool holds {held}",
-                fix="lower --max-context, raise --pool-size, or cache in fewer bytes with --kv-dtype int8",
+                f"no memory is left for the cache: {need} pages of {PAGE_TOKENS} tokens are needed, {held} can be had",
+                fix="free memory of the machine, or cache in fewer bytes with --kv-dtype int8",
             ),
         )
 

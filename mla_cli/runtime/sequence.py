@@ -26,7 +26,9 @@ class ActiveSequence:
     Attributes:
         logprobs, alternatives: of each token, if asked for; alternatives are pairs of id and log-probability.
         starts: characters of text that came before each token (a stop text and what follows it included).
+        most_tokens: that it can come to, prompt and answer.
         pages, cache: where it is kept, while it runs; cached: tokens that are there already.
+        apart: whether it has a cache of its own instead of pages.
         ends: where its prompt is cut into chunks, the last at its end.
         names: of all chunks but the last, for others to share. refusals: times in a row that it found no pages.
     """
@@ -57,7 +59,9 @@ class ActiveSequence:
         self.ends: list[int] = []
         self.names: list[bytes] = []
         self.cache: Cache | None = None
+        self.apart = False
         self.cached = self.refusals = 0
+        self.most_tokens = len(prompt) + allowed
         self._allowed, self._note = allowed, note
         self._stream, self._stop = stream, StopText(params.stop)
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids

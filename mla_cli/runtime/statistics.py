@@ -28,6 +28,8 @@ class Statistics:
         shared_tokens: of prompts, which others had left in the cache; prompt_tokens: those that were read.
         preemptions: times that a request lost its pages and was computed again.
         admissions: times that a request got pages; prefix_hits: those where others had left a beginning of its prompt.
+        fallbacks: times that memory ran out for the pool so often that it was let rest; computed_apart: requests that had
+            caches of their own then.
         completed, failed: requests that ended so.
         most_pages: most pages of the pool that requests used at a time; page_limit: most that there may be.
         fragmentation, joules: see `Picture`, the highest of its kind; None where nobody looked, or the machine does not say.
@@ -47,6 +49,8 @@ class Statistics:
     preemptions: int = 0
     admissions: int = 0
     prefix_hits: int = 0
+    fallbacks: int = 0
+    computed_apart: int = 0
     completed: int = 0
     failed: int = 0
     most_pages: int = 0
@@ -59,6 +63,11 @@ class Statistics:
     first_token_s: Times = field(default_factory=lambda: Times(TTFT_BOUNDS))
     between_tokens_s: Times = field(default_factory=lambda: Times(TOKEN_BOUNDS))
 
+    @property
+    def fallback_rate(self) -> float:
+        """Share of the admissions to caches of their own."""
+        return self.computed_apart / self.admissions if self.admissions else 0.0
+
     def summary(self) -> dict[str, Any]:
         """The figures by name, in milliseconds and bytes; None where nothing was measured."""
         return {
@@ -67,6 +76,7 @@ class Statistics:
             "shared_prompt_tokens": self.shared_tokens,
             "prefix_hit_rate": _rate(self.prefix_hits, self.admissions) if self.prefix_hits else 0.0,
             "preemptions": self.preemptions,
+            "fallback_rate": self.fallback_rate,
             "requests_completed": self.completed,
             "requests_failed": self.failed,
             "ttft_ms": milliseconds(self.first_token_s.quantile(0.5)),
@@ -93,6 +103,7 @@ _ROWS = (
     ("prompt tokens not read again", "shared_prompt_tokens", "count"),
     ("requests that found a beginning", "prefix_hit_rate", "share"),
     ("requests made to wait again", "preemptions", "count"),
+    ("requests with caches of their own", "fallback_rate", "share"),
     ("requests answered", "requests_completed", "count"),
     ("requests failed", "requests_failed", "count"),
     ("time to first token, median", "ttft_ms", "ms"),

@@ -169,18 +169,54 @@ def test_what_was_used_least_recently_is_given_up() -> None:
     assert len(pool.share(b"a")) == 1
 
 
+def no_memory(*_: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
 def test_when_memory_runs_out_the_pool_stays_as_large_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiny_pool(100)
     first = pool.take(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "add_pages", no_memory)
+        assert pool.take(2) is None
+        assert pool.take(1) is None
+        assert (pool.held, pool.refusals) == (4, 2)
+        pool.release(first or ())
+        assert len(pool.take(4) or ()) == 4
+        assert pool.refusals == 2  # nothing was asked of memory
+    assert len(pool.take(2) or ()) == 2  # there is some again
+    assert pool.refusals == 0
 
-    def full(self: Cache, pages: int) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(Cache, "add_pages", full)
-    assert pool.take(2) is None
-    assert pool.limit == 4
-    pool.release(first or ())
+def test_a_pool_that_is_held_grows_no_further_until_it_may() -> None:
+    pool = tiny_pool(10)
+    pool.take(1)
+    pool.hold()
+    assert (pool.held, pool.limit, pool.available) == (4, 4, 3)
+    assert pool.take(4) is None
+    assert pool.refusals == 0
+    pool.resume()
     assert len(pool.take(4) or ()) == 4
+
+
+def test_caches_apart_and_pages_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = tiny_pool(10)
+    taken = pool.take(4)
+    assert pool.held == 4
+    assert pool.take_apart(PAGE_TOKENS * 6 + 1) is None
+    cache = pool.take_apart(PAGE_TOKENS * 5)
+    assert cache is not None
+    assert (cache.capacity, pool.limit, pool.available) == (PAGE_TOKENS * 5, 5, 1)
+    assert pool.allocated_bytes() >= 9 * PAGE_TOKENS * pool.bytes_per_token()
+    pool.drop()
+    assert pool.held == 4  # they are in use
+    pool.release(taken or ())
+    pool.drop()
+    assert (pool.held, pool.used) == (0, 0)
+    pool.release_apart(PAGE_TOKENS * 5)
+    monkeypatch.setattr(Cache, "reserve", no_memory)
+    assert pool.take_apart(1) is None
+    assert len(pool.take(10) or ()) == 10
 
 
 def test_pages_for_tokens() -> None:

@@ -128,14 +128,14 @@ def script(answer: Sequence[int], prompt: int) -> Callable[[list[int]], int]:
     return lambda tokens: answer[min(len(tokens) - prompt, len(answer) - 1)]
 
 
-def save_tiny_deepseek(folder: Path) -> Any:
+def save_tiny_deepseek(folder: Path, *, positions: int = 256) -> Any:
     """A tiny dense DeepSeek-V3 (latent 16, rotary key 4) with a tokenizer; returns the transformers model."""
     import transformers
 
     config = transformers.DeepseekV3Config(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-        first_k_dense_replace=2, n_routed_experts=1, max_position_embeddings=256, initializer_range=0.4,
+        first_k_dense_replace=2, n_routed_experts=1, max_position_embeddings=positions, initializer_range=0.4,
         bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ from mla_cli.checkpoint.cache_dir import cache_dir
 from mla_cli.errors import MlaError
 from mla_cli.kernels.cpu.build import load_library
 from mla_cli.kernels.quantized import LatentQuantizer
+from mla_cli.model.cache import Cache
+from mla_cli.model.cache_store import Store
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.page_pool import PagePool
 from mla_cli.model.tokenizer import Tokenizer
@@ -194,6 +196,112 @@ def test_soak(tokenizer: Tokenizer) -> None:
     assert statistics.preemptions > 10
     pool.forget_kept()
     assert pool.used == 0
+
+
+def no_memory(*_: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("layers_that_grow", [0, 1, 3])
+def test_memory_that_runs_out_amid_the_layers_changes_no_text(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, layers_that_grow: int
+) -> None:
+    decoder = compiled_decoder()
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    requests = [Request(tuple([5 + i] * (60 + i)), params) for i in range(6)]
+    alone = [tokens_of(Generator(decoder, tokenizer), [request])[0] for request in requests]
+    generator = Generator(decoder, tokenizer)
+    scheduler = generator.scheduler()
+    sequences = [generator.prepare(i, request, 0.0) for i, request in enumerate(requests)]
+    add_pages, left = Store.add_pages, [layers_that_grow]
+
+    def some(store: Store, pages: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            no_memory()
+        add_pages(store, pages)
+
+    scheduler.add(sequences[0])
+    list(scheduler.turn())
+    monkeypatch.setattr(Store, "add_pages", some)
+    for sequence in sequences[1:4]:
+        scheduler.add(sequence)
+    for _ in range(2):
+        list(scheduler.turn())
+    monkeypatch.undo()
+    for sequence in sequences[4:]:
+        scheduler.add(sequence)
+    while scheduler.busy:
+        list(scheduler.turn())
+    assert [tuple(sequence.tokens) for sequence in sequences] == [tokens for tokens, _ in alone]
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "static"])
+def test_without_memory_for_pages_requests_are_computed_apart(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Some of them, then the pool is tried again; all have the text that they have alone."""
+    decoder = compiled_decoder()
+    static = LatentQuantizer("int8", granularity="static", clip=8.0)
+    quantizer = {"plain": None, "int8": LatentQuantizer("int8"), "static": static}[kind]
+    make = partial(  # PyTorch steps over static ranges, so that log-probabilities are those of the batch to rounding only
+        Generator, decoder, tokenizer, quantizers=None if quantizer is None else (quantizer,) * 2,
+        logprobs=kind != "static",
+        ranges=StaticRanges(10, (3.0, 3.0)) if kind == "static" else None,
+    )  # fmt: skip
+    requests = random_requests(10, 60, shared=530)
+    alone = [tokens_of(make(), [request])[0] for request in requests]
+    generator = make(cool_down=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "add_pages", no_memory)
+        assert tokens_of(generator, requests[:5]) == alone[:5]
+    assert generator.statistics.computed_apart == 5
+    assert generator.statistics.fallbacks == 2  # three, and the first of three more
+    assert generator._pool.held == 0
+    assert tokens_of(generator, requests[5:]) == alone[5:]  # one more is computed apart, then there is memory
+    summary = generator.statistics.summary()
+    assert generator.statistics.computed_apart == 6
+    assert summary["fallback_rate"] == 6 / 10
+    assert summary["shared_prompt_tokens"] > 0
+    assert capsys.readouterr().err.count("caches of their own") == 1
+    generator._pool.forget_kept()
+    assert generator._pool.used == generator._pool._apart == 0
+
+
+def test_without_any_memory_a_request_fails_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = Generator(latent_decoder(), tokenizer)
+    requests = [Request((5, 6), SamplingParams(max_new_tokens=3, ignore_eos=True))] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "add_pages", no_memory)
+        patch.setattr(Cache, "reserve", no_memory)
+        failures = generator.generate(requests)
+        for failure in failures:
+            assert isinstance(failure, Failure)
+            assert "no memory" in str(failure.error)
+    assert all(isinstance(answer, Completion) for answer in generator.generate(requests))
+
+
+def test_who_hears_of_one_request_may_cancel_another(tokenizer: Tokenizer) -> None:
+    """Also in the midst of a turn: of those whose prompts are still to be read in it, and of those to decode."""
+    decoder = latent_decoder()
+    generator = Generator(decoder, tokenizer)
+    scheduler = generator.scheduler()
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    sequences = [generator.prepare(i, Request((70 + i, 80), params), 0.0) for i in range(6)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    heard: set[int] = set()
+    while scheduler.busy:
+        for event in scheduler.turn():
+            heard.add(event.index)
+            if event.index == 0:
+                scheduler.cancel(sequences[3])
+            if event.index == 4 and len(sequences[4].tokens) > 5:
+                scheduler.cancel(sequences[5])
+    assert 3 not in heard
+    assert [len(s.tokens) for s in sequences][:5] == [20, 20, 20, 0, 20]
+    assert len(sequences[5].tokens) < 20
+    assert generator._pool.used == 0
 
 
 def test_a_broken_sequence_ends_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
