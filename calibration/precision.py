@@ -15,9 +15,21 @@ WORTH = 1.3
 _MALLOC = ((-1, -1), (-4, 0), (-8, 1))
 
 
-@lru_cache
+_settled: dict[str, torch.dtype] = {}
+
+
+def settle(device: torch.device, dtype: torch.dtype) -> None:
+    """Have `fast_dtype` answer this: what an interrupted run, or another process of this one, has measured."""
+    _settled[str(device)] = dtype
+
+
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where this machine multiplies it faster than float32 (a few milliseconds to find out), else float32."""
+    return _settled.get(str(device)) or _measured(device)
+
+
+@lru_cache
+def _measured(device: torch.device) -> torch.dtype:
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         left = torch.ones(1024, 1024, dtype=dtype, device=device)

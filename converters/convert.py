@@ -21,7 +21,7 @@ from mla_cli.checkpoint.writer import check_output, replace_files
 from mla_cli.console import note, warn
 from mla_cli.converters.choose import choose_plan, plan_conversion, ranks_of, with_ranks, with_slots
 from mla_cli.converters.closed_form import ClosedForm, closed_form, gather_source_statistics
-from mla_cli.converters.convert_texts import conversion_texts, language_of, within_context
+from mla_cli.converters.convert_texts import ConversionTexts, conversion_texts, language_of, within_context
 from mla_cli.converters.estimate import memory_of, offloads
 from mla_cli.converters.heal_stages import heal_in_stages
 from mla_cli.converters.heal_state import HealState, fingerprint, layers_from
@@ -65,6 +65,9 @@ def convert(source: str, out: Path, options: ConvertOptions, *, device: torch.de
         options, clipped = within_context(options, model.spec.max_position_embeddings)
         plans = plan_conversion(model, options)
         dtype = output_dtype(model.stored_dtype, plans[0].form, options.dtype)
+        # What an interrupted run has put in place, it may replace.
+        replaces = options.force or (options.resume and HealState.began_writing(out))
+        options = replace(options, force=replaces)
         check_output(
             out, options.force, source=model.source.folder, needed_bytes=_stored_numbers(model) * dtype.itemsize
         )
@@ -120,22 +123,48 @@ def _convert(
     device: torch.device,
     command: str,
 ) -> dict[str, Any]:
-    state = HealState(out, fingerprint(model.source.sha256(), options), resume=options.resume)
     with timings.timed("texts"):
         tokenizer = load_tokenizer(model.source.folder)
         texts = conversion_texts(model, tokenizer, options, device)
-        fitted, unseen = texts.fitted, texts.unseen
-        language = language_of(tokenizer, fitted, options.preset)
-    bank = LayerBank(model, device)
+        language = language_of(tokenizer, texts.fitted, options.preset)
+    key = fingerprint(model.source.sha256(), options, (texts.fitted, texts.unseen, texts.to_heal))
+    state = HealState(out, key, device=device, resume=options.resume)
+    with state.kept_if_of_use():
+        return _computed(
+            LayerBank(model, device), plans, out, options, place, state, texts, timings, notes,
+            opening=tokenizer.bos_id if tokenizer.adds_bos else None,
+            source=source, language=language, dtype=dtype, command=command,
+        )  # fmt: skip
+
+
+def _computed(
+    bank: LayerBank,
+    plans: list[ConversionPlan],
+    out: Path,
+    options: ConvertOptions,
+    place: Workplace,
+    state: HealState,
+    texts: ConversionTexts,
+    timings: Timings,
+    notes: list[str],
+    *,
+    opening: int | None,
+    source: str,
+    language: dict[str, Any],
+    dtype: torch.dtype,
+    command: str,
+) -> dict[str, Any]:
+    model, fitted, unseen = bank.model, texts.fitted, texts.unseen
     batches = Batches.fit(
         int(fitted.lengths.max()), model.spec.hidden_size, model.spec.num_layers, workplace=place
     )  # fmt: skip
     plan, layers, facts = _fit(bank, plans, fitted, unseen, batches, options, state, timings)
     layers, layer_errors = heal_in_stages(
         bank, plan, layers, texts, batches, options, state, timings, facts, notes,
-        opening=tokenizer.bos_id if tokenizer.adds_bos else None,
+        opening=opening,
     )  # fmt: skip
     bank.forget()
+    state.save_writing()
     with timings.timed("write"):
         write_checkpoint(
             model, plan, layers, out, dtype=dtype, max_shard_bytes=options.max_shard_bytes, force=options.force
@@ -252,7 +281,7 @@ def _fit(
         "seconds": dict(timings.seconds),
     }
     if options.heal.mode != "none":
-        state.save_closed_form(start, facts)
+        state.save_layers_and_facts("closed", start, facts)
     return plan, start, facts
 
 

@@ -77,7 +77,10 @@ class LayersHealing:
             seconds = max(share - moving, share / 2)
             if index >= len(healed):
                 self.records.append(self._heal(index, seconds))
-                save(index, (self.student.layer(index)[1].result(), self.records[-1]))
+                result = self.student.layer(index)[1].result()
+                save(index, (result, self.records[-1]))
+                # What goes on is what was saved, rounded alike: a resumed run meets the same numbers.
+                self.student.load_layer(index, result)
             moved = time.monotonic()
             for states in (self.fitted, self.unseen):
                 states.advance(index)

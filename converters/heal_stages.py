@@ -9,6 +9,7 @@ from typing import Any
 from mla_cli.calibration.layer_bank import LayerBank
 from mla_cli.calibration.layerwise import Batches
 from mla_cli.calibration.texts import first
+from mla_cli.console import warn
 from mla_cli.converters.convert_texts import ConversionTexts
 from mla_cli.converters.heal import heal
 from mla_cli.converters.heal_gate import gate_line, learn_gates, shared_with_gate
@@ -71,6 +72,9 @@ def heal_in_stages(
                 )
                 layers, asked, facts["latent_norm"] = norm.layers, norm.rest, norm.record
         notes.append(norm_line(facts["latent_norm"]))
+        if options.heal.nested and facts["latent_norm"]["kept"]:
+            notes.append("--nested has no effect: a norm on the latent reads all of its channels")
+            warn(notes[-1])
     if options.heal.mode != "none":
         with timings.timed("healing"):
             healed = heal(
@@ -88,4 +92,7 @@ def heal_in_stages(
             )
         layers, facts["healing"]["gate"] = gated.layers, gated.record
         notes.append(gate_line(gated.record))
+        if options.heal.nested and any(layer["kept"] for layer in gated.record["layers"]):
+            notes.append("--nested is of no use: a gate reads all channels of a latent, so that none can be left out")
+            warn(notes[-1])
     return layers, errors

@@ -6,7 +6,8 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_cli.calibration.precision import fast_dtype, settle
+from mla_cli.calibration.texts import CalibrationTexts
 from mla_cli.checkpoint.disk import disk_error
+from mla_cli.console import note
 from mla_cli.converters.heal_layers import HealedLayer, LayerHealing
 from mla_cli.converters.options import INDIFFERENT
 from mla_cli.converters.plan import ConversionPlan, standard_layers
@@ -24,37 +28,54 @@ from mla_cli.errors import InputError, UsageError
 from mla_cli.model.latent_weights import LatentWeights
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec
 
+WRITING = "writing"
+_DIFFERENT = {"source": "another source", "options": "other options", "texts": "another calibration text"}
 TENSORS = ("q", "q_bias", "down", "down_bias", "up_k", "up_v", "out", "out_bias")
 
 
 class HealState:
     """A folder `.NAME.mla-resume` beside the output. Files appear by renaming, so that a kill leaves whole ones only."""
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any], *, resume: bool) -> None:
+    def __init__(self, out: Path, fingerprint: dict[str, Any], *, device: torch.device, resume: bool) -> None:
         """Open the folder; without `resume` whatever an earlier run left there is dropped.
+
+        The type that healing computes in, which is measured, stays that of the interrupted run.
 
         Args:
             fingerprint: everything the result depends on. A folder that was made with another one is refused.
 
         Raises:
-            UsageError: `resume` was asked for, and nothing was left, or by a run with other options.
+            UsageError: `resume` was asked for, and what was left is of a run with other options or another text.
         """
         out = Path(out).resolve()
         self._prefix = ""
         self.folder = out.parent / f".{out.name}.mla-resume"
-        self.key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True, default=str).encode()).hexdigest()
-        if resume:
-            found = self._read("key")
-            if found is None:
-                raise UsageError("there is nothing to resume", where=self.folder, fix="leave out --resume")
-            if found["key"] != self.key:
-                raise UsageError(
-                    "the interrupted conversion had another source or other options",
-                    where=self.folder,
-                    fix="repeat them with --resume, or leave out --resume to start again",
-                )
-        else:
+        keys = {name: _digest(value) for name, value in fingerprint.items()}
+        found = self._read("key") if resume else None
+        if found is None:
+            if resume:
+                note("nothing was left to go on from: starting from the beginning")
             self.remove()
+            self._write("key", {"keys": keys, "compute": str(fast_dtype(device)).removeprefix("torch.")})
+            return
+        other = [name for name, key in keys.items() if found["keys"].get(name) != key]
+        if other:
+            raise UsageError(
+                f"the interrupted conversion had {_DIFFERENT[other[0]]}",
+                where=self.folder,
+                fix="repeat them with --resume, or leave out --resume to start again",
+            )
+        settle(device, getattr(torch, found["compute"]))
+
+    @staticmethod
+    def began_writing(out: Path) -> bool:
+        """Whether an interrupted run may have put its output in place, with what makes it whole still missing."""
+        out = Path(out).resolve()
+        return (out.parent / f".{out.name}.mla-resume" / f"{WRITING}.pt").is_file()
+
+    def save_writing(self) -> None:
+        """From here on there may be an output of this run."""
+        self._write(WRITING, {})
 
     def stage(self, name: str) -> HealState:
         """The same folder for one of several healings: what it keeps does not meet what the others do."""
@@ -62,17 +83,12 @@ class HealState:
         own._prefix = f"{name}-"
         return own
 
-    def save_closed_form(self, layers: Sequence[LatentWeights], facts: dict[str, Any]) -> None:
-        """Keep what steps 1 to 3 made, and what the report says of them: from here on a run can be resumed."""
-        self._write("key", {"key": self.key})
-        self.save_layers_and_facts("closed", layers, facts)
-
     def save_layers_and_facts(self, name: str, layers: Sequence[LatentWeights], facts: dict[str, Any]) -> None:
         """Keep what a stage made, and what the report says of it."""
         self._write(name, {"layers": [_tensors(layer) for layer in layers], "facts": json.dumps(facts)})
 
     def load_layers_and_facts(self, name: str) -> tuple[list[dict[str, Tensor]], Any] | None:
-        """What `save_layers_and_facts` (or, under `closed`, `save_closed_form`) kept; see `layers_from`."""
+        """What `save_layers_and_facts` kept; see `layers_from`."""
         found = self._read(name)
         return None if found is None else (found["layers"], json.loads(found["facts"]))
 
@@ -109,6 +125,16 @@ class HealState:
         found = self._read(f"gate-{index}")
         return None if found is None else (found["gate"], found["record"])
 
+    @contextmanager
+    def kept_if_of_use(self) -> Iterator[None]:
+        """Where what is inside fails before anything was kept, nothing is left either."""
+        try:
+            yield
+        except Exception:
+            if self.folder.is_dir() and {file.name for file in self.folder.iterdir()} <= {"key.pt"}:
+                self.remove()
+            raise
+
     def remove(self) -> None:
         """Nothing is left to resume."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -119,7 +145,7 @@ class HealState:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.save(content, target.with_suffix(".part"))
             target.with_suffix(".part").replace(target)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's own writer tells a full disk as a RuntimeError
             raise disk_error(error, target, 0) from error
 
     def _read(self, name: str) -> dict[str, Any] | None:
@@ -132,12 +158,17 @@ class HealState:
             raise InputError("what an interrupted run left is damaged", where=file, fix="leave out --resume") from error
 
 
-def fingerprint(source_sha256: str, options: Any) -> dict[str, Any]:
-    """Everything a conversion's result depends on but the machine."""
+def fingerprint(source_sha256: str, options: Any, texts: Sequence[CalibrationTexts]) -> dict[str, Any]:
+    """Everything a conversion's result depends on but the machine, under the names of `_DIFFERENT`."""
     return {
         "source": source_sha256,
         "options": {k: v for k, v in asdict(options).items() if k not in INDIFFERENT},
+        "texts": [[part.sequences.tolist(), part.lengths.tolist()] for part in texts],
     }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> LatentWeights:

@@ -11,6 +11,7 @@ the source on held-out text than the model without, and the rest of the healing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,8 @@ from mla_cli.model.latent_weights import LatentWeights
 SOFTNESS = 10.0
 # Of the healing, each of the two variants gets so much.
 TRIAL_SHARE = 0.2
+# Steps that two trials and what follows them take at the least.
+TRIAL_STEPS = 3
 # Sequences that the mean square is taken over: one number a layer settles at once.
 POWER_SAMPLES = 8
 
@@ -50,7 +53,10 @@ def why_no_norm(form: str, options: HealOptions) -> str | None:
     """Why a norm cannot be tried; None if it can."""
     if form == "deepseek":
         return "the stock form neutralises its norm on the latent"
-    return "it is judged after healing, and there is none" if options.mode == "none" else None
+    if options.mode == "none":
+        return "it is judged after healing, and there is none"
+    few = options.steps is not None and options.steps < TRIAL_STEPS
+    return f"two trials and the healing after them need {TRIAL_STEPS} steps at the least" if few else None
 
 
 def choose_norm(
@@ -81,7 +87,7 @@ def choose_norm(
             device=bank.device, opening=opening,
         ).layers  # fmt: skip
         kl[name] = loss_of(bank, healed[name], unseen, batches).kl
-    kept = kl["with"] <= kl["without"]
+    kept = kl["with"] <= kl["without"] or (math.isnan(kl["without"]) and not math.isnan(kl["with"]))
     note(f"norm on the latent: KL {kl['with']:.4f} with, {kl['without']:.4f} without: {'kept' if kept else 'not kept'}")
     record = {"kept": kept, "kl_with": kl["with"], "kl_without": kl["without"]}
     return NormChoice(healed["with" if kept else "without"], rest, record)

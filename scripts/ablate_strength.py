@@ -79,7 +79,7 @@ def main() -> None:
         return heal(model, layers, fitted, unseen, how, state(), device=CPU, opening=opening).layers
 
     def state() -> HealState:
-        return HealState(Path(folder) / "out", {}, resume=False)
+        return HealState(Path(folder) / "out", {}, device=CPU, resume=False)
 
     ranks = [layer.spec.kv_lora_rank for layer in closed.narrow]
     opening = tokenizer.bos_id if tokenizer.adds_bos else None

@@ -225,6 +225,8 @@ def convert(
             raise UsageError(
                 f"{flag} is a way to heal", where="--heal none", fix=f"use --heal layers, or leave out {flag}"
             )
+    if progressive and heal_steps == 1:
+        raise UsageError("--progressive heals twice", where="--heal-steps 1", fix="give 2 steps or more")
 
     options.setup_runtime(threads, seed, quiet, debug)
     from mla_cli.checkpoint.writer import parse_size

@@ -23,7 +23,7 @@ from mla_cli.converters.heal_options import HealOptions
 from mla_cli.converters.plan import make_plan
 from mla_cli.converters.student import Student
 from mla_cli.model.decoder import begin_step
-from tests.tiny import random_tokens, run_convert, save_tiny
+from tests.tiny import random_tokens, run_convert, save_text, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -325,13 +325,16 @@ def test_a_resumed_report_has_the_errors_of_every_layer(source: Path, monkeypatc
 def test_resume_refuses_what_it_cannot_go_on_with(
     source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert convert(source, "--heal", "full", "--heal-steps", 3, "--resume") == 2
-    assert "nothing to resume" in capsys.readouterr().err
+    assert convert(source, "--heal", "none", "--resume") == 0
+    assert "starting from the beginning" in capsys.readouterr().err
 
     def interrupted(self: FullHealing, fraction: float) -> float | None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FullHealing, "_step", interrupted)
-    assert convert(source, "--heal", "full", "--heal-steps", 3) == 130
-    assert convert(source, "--heal", "full", "--heal-steps", 4, "--resume") == 2
+    assert convert(source, "--heal", "full", "--heal-steps", 3, "--force") == 130
+    assert convert(source, "--heal", "full", "--heal-steps", 4, "--force", "--resume") == 2
     assert "other options" in capsys.readouterr().err
+    save_text(source.parent / "text.txt", seed=3)
+    assert convert(source, "--heal", "full", "--heal-steps", 3, "--force", "--resume") == 2
+    assert "another calibration text" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def options(steps: int = 6, **changes: Any) -> HealOptions:
 
 
 def learned(model: ModelSource, weights: LatentWeights, folder: Path, **changes: Any) -> Gated:
-    state = HealState(folder / "out", {}, resume=False)
+    state = HealState(folder / "out", {}, device=CPU, resume=False)
     return learn_gates(model, [weights], texts(8, 1), texts(3, 2), options(**changes), state, device=CPU)
 
 
