@@ -13,6 +13,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_QUALITY = 3
 EXIT_INTERRUPTED = 130
+LONGEST_PART = 1000  # characters of a part of a message; a path of that length is still whole
 
 
 class MlaError(Exception):
@@ -97,5 +98,10 @@ def _one_line(text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A path as it is, brackets and spaces included; control characters, which would break the line, are escaped."""
+    """A path as it is, brackets and spaces included; control characters, which would break the line, are escaped.
+
+    What a damaged file says may be of any length, so the middle of a long text is left out.
+    """
+    if len(text) > LONGEST_PART:
+        text = f"{text[: LONGEST_PART // 2]} ... {text[-LONGEST_PART // 2 :]}"
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda match: repr(match[0])[1:-1], text)

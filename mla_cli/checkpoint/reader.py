@@ -137,7 +137,8 @@ def _open_indexed(folder: Path, layout: _Layout, entries: list[str]) -> TensorRe
     shards = sorted({str(shard) for shard in weight_map.values()})
     for shard in shards:
         # A name is a file of this folder; the entry itself may be a link, as in the Hub's cache.
-        if not shard.isprintable() or re.search(r"[/\\:]", shard) or not shard.endswith(Path(layout.single).suffix):
+        possible = shard.isprintable() and len(shard.encode()) <= 255  # longer ones no file system has
+        if not possible or re.search(r"[/\\:]", shard) or not shard.endswith(Path(layout.single).suffix):
             raise InputError(
                 f"{index.name} names {shard!r}, which is no weight file of this folder", where=index, fix=AGAIN
             )

@@ -124,6 +124,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "low_freq_factor",
     ),
     "a billion layers": ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "attention types that are no list": (
+        {**LLAMA, "model_type": "gemma3_text", "layer_types": 0.5},
+        "layer_types",
+    ),
+    "fewer numbers than heads": (
+        {"model_type": "bloom", "vocab_size": 64, "hidden_size": 2, "n_layer": 2, "n_head": 4},
+        "multiple of 4 heads",
+    ),
     "a native rotary key without frequencies": (
         {**NATIVE, "mla": {"version": 1, "layers": [NATIVE_LAYER, {**NATIVE_LAYER, "frequencies": None}]}},
         "frequencies",

@@ -190,6 +190,13 @@ def head_counts(config: Config) -> tuple[int, int]:
     return heads, kv_heads
 
 
+def head_width(hidden: int, heads: int, key: str = "hidden_size") -> int:
+    """Width of a head where no key says it; `key` is what the hidden size is called."""
+    if hidden % heads:
+        raise InputError(f"config.json: {key} {hidden} is not a multiple of {heads} heads", where=key, fix=RESTORE)
+    return hidden // heads
+
+
 _ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {  # type -> (needed, allowed besides)
     "default": (set(), set()),
     "linear": ({"factor"}, set()),

@@ -10,6 +10,7 @@ from mla_cli.model.families.base import (
     TensorRule,
     check_keys,
     head_counts,
+    head_width,
     integer,
     layer_count,
     number,
@@ -44,7 +45,7 @@ def _spec(config: Config) -> DecoderSpec:
         num_attention_heads=config.get("n_head"), tie_word_embeddings=True,
     )  # fmt: skip
     hidden, (heads, _) = integer(config, "hidden_size"), head_counts(config)
-    head_dim = hidden // heads
+    head_dim = head_width(hidden, heads)
     attention = StandardAttentionSpec(
         heads, heads, head_dim, head_dim**-0.5, None, q_bias=True, kv_bias=True, o_bias=True, alibi=alibi_slopes(heads)
     )

@@ -10,6 +10,7 @@ from mla_cli.model.families.base import (
     TensorRule,
     check_keys,
     flag,
+    head_width,
     integer,
     refuse_unless,
     with_defaults,
@@ -45,7 +46,7 @@ def _spec(config: Config) -> DecoderSpec:
     spec = llama_block(config, q_kv_bias=bias, o_bias=bias, mlp_bias=bias, eps="layer_norm_epsilon")
     own = new and integer(config, "num_ln_in_parallel_attn", 2) == 2
     if flag(config, "alibi"):  # added before scores are scaled
-        slopes = tuple(slope * (hidden // heads) ** -0.5 for slope in alibi_slopes(heads))
+        slopes = tuple(slope * head_width(hidden, heads) ** -0.5 for slope in alibi_slopes(heads))
         spec = spec.with_attention(tuple(replace(a, rotary=None, alibi=slopes) for a in spec.attention))  # type: ignore[arg-type]
     kind = None if not parallel else "own_norms" if own else "one_norm"
     return replace(spec, norm="layer", gated_mlp=False, parallel=kind)  # type: ignore[arg-type]

@@ -83,9 +83,9 @@ def _gemma3(config: Config) -> DecoderSpec:
     older = config.get("_sliding_window_pattern")
     pattern = integer(with_defaults(config, sliding_window_pattern=older), "sliding_window_pattern", 6)
     kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layer_count(config))]
-    kinds = config.get("layer_types") or kinds
     near, far = _two_rotaries(config)
     spec = with_head_norms(_later({**config, "rope_parameters": None, "rope_scaling": None}, kinds), offset=True)
+    kinds = config.get("layer_types") or kinds  # known ones by now
     layers = []
     for attention, kind in zip(spec.attention, kinds, strict=True):
         assert isinstance(attention, StandardAttentionSpec)

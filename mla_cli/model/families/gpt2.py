@@ -11,6 +11,7 @@ from mla_cli.model.families.base import (
     activation,
     check_keys,
     flag,
+    head_width,
     integer,
     layer_count,
     number,
@@ -31,11 +32,7 @@ def _spec(config: Config) -> DecoderSpec:
             "a GPT-2 with cross-attention is not a decoder-only model", where="add_cross_attention", fix=RESTORE
         )
     hidden, heads = integer(config, "n_embd"), integer(config, "n_head")
-    if hidden % heads:
-        raise InputError(
-            f"config.json: n_embd {hidden} is not a multiple of n_head {heads}", where="n_embd", fix=RESTORE
-        )
-    head_dim = hidden // heads
+    head_dim = head_width(hidden, heads, "n_embd")
     scale = head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0
     by_layer = flag(config, "scale_attn_by_inverse_layer_idx")
     return DecoderSpec(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from mla_cli.model.families.base import TensorRule
+from mla_cli.errors import InputError
+from mla_cli.model.families.base import RESTORE, TensorRule
 from mla_cli.model.latent_gate import gate_shapes
 from mla_cli.model.norms import norm_parts
 from mla_cli.model.spec import DecoderSpec, LatentAttentionSpec, StandardAttentionSpec
 
+MOST_FUSED_ROWS = 1 << 20  # a damaged number would exhaust memory before a shape is compared
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -207,6 +210,14 @@ def stacked_qkv(source: str) -> Fused:
     return parts
 
 
+@lru_cache(maxsize=64)  # the layers of a model share them
+def _rows_of_groups(groups: int, width: int, begin: int, end: int) -> tuple[int, ...]:
+    """Rows `begin` to `end` of every group of `width` rows."""
+    if groups * width > MOST_FUSED_ROWS:
+        raise InputError(f"config.json: no model has {groups * width:,} rows of queries, keys and values", fix=RESTORE)
+    return tuple(group * width + row for group in range(groups) for row in range(begin, end))
+
+
 def grouped_qkv(source: str) -> Fused:
     """Group by group its queries, its key and its value: `[G, H/G + 2, d]`. With as many groups as heads: head by head."""
 
@@ -218,7 +229,7 @@ def grouped_qkv(source: str) -> Fused:
         return {
             f"self_attn.{name}_proj": Part(
                 source,
-                tuple(g * width + row for g in range(a.num_kv_heads) for row in range(*span)),
+                _rows_of_groups(a.num_kv_heads, width, *span),
                 a.num_kv_heads * width,
             )
             for name, span in spans.items()

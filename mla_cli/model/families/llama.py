@@ -13,6 +13,7 @@ from mla_cli.model.families.base import (
     check_keys,
     flag,
     head_counts,
+    head_width,
     integer,
     layer_count,
     number,
@@ -50,11 +51,8 @@ def llama_block(
     """
     heads, kv_heads = head_counts(config)
     hidden = integer(config, "hidden_size")
-    if config.get("head_dim") is None and hidden % heads:
-        raise InputError(
-            f"config.json: hidden_size {hidden} is not a multiple of {heads} heads", where="hidden_size", fix=RESTORE
-        )
-    head_dim = integer(config, "head_dim", hidden // heads, most=MOST_HEAD_DIM)
+    said = config.get("head_dim")
+    head_dim = integer(config, "head_dim", head_width(hidden, heads) if said is None else None, most=MOST_HEAD_DIM)
     rope = rotary(config, head_dim, rotary_share)
     return DecoderSpec(
         model_type=config["model_type"],

@@ -12,6 +12,7 @@ from mla_cli.model.families.base import (
     check_keys,
     flag,
     head_counts,
+    head_width,
     integer,
     layer_count,
     refuse_unless,
@@ -34,8 +35,7 @@ def _spec(config: Config) -> DecoderSpec:
     refuse_unless(config, "_remove_final_layer_norm", False)
     refuse_unless(config, "layer_norm_elementwise_affine", True)
     refuse_unless(config, "word_embed_proj_dim", hidden)
-    refuse_unless({"a hidden_size that heads divide": hidden % heads == 0}, "a hidden_size that heads divide", True)
-    bias, head_dim = flag(config, "enable_bias", True), hidden // heads
+    bias, head_dim = flag(config, "enable_bias", True), head_width(hidden, heads)
     attention = StandardAttentionSpec(heads, heads, head_dim, head_dim**-0.5, None, bias, bias, bias)
     return DecoderSpec(
         model_type="opt",
