@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,6 +121,7 @@ def calibrate(
     options.setup_runtime(threads, seed, quiet, debug)
     from mla_cli.calibration.calibrate import CalibrateOptions
     from mla_cli.calibration.calibrate import calibrate as run_calibration
+    from mla_cli.checkpoint.lock import locked
 
     chosen = CalibrateOptions(
         kv_dtype=kv_dtype,  # type: ignore[arg-type]
@@ -136,7 +138,9 @@ def calibrate(
         force=force,
         seed=seed,
     )
-    report = run_calibration(ckpt, out, chosen, options.resolve_device(device))
+    here = Path(ckpt).expanduser()
+    with locked(out or here) if out or here.is_dir() else nullcontext():
+        report = run_calibration(ckpt, out, chosen, options.resolve_device(device))
     if json:
         console.result_json(report)
     else:

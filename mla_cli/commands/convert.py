@@ -229,6 +229,7 @@ def convert(
         raise UsageError("--progressive heals twice", where="--heal-steps 1", fix="give 2 steps or more")
 
     options.setup_runtime(threads, seed, quiet, debug)
+    from mla_cli.checkpoint.lock import locked
     from mla_cli.checkpoint.writer import parse_size
     from mla_cli.converters.convert import convert as run_conversion
     from mla_cli.converters.heal_options import GATE_CHUNKS, HealOptions
@@ -272,7 +273,8 @@ def convert(
     # Not from a program that calls `main` with arguments of its own: sys.argv would be that program's.
     started = Path(sys.argv[0]).name in ("mla", "mla.exe", "__main__.py")
     command = shlex.join(["mla", *(sys.argv[1:] if started else ("convert", src, str(out), "..."))])
-    report = run_conversion(src, out, chosen, device=options.resolve_device(device), command=command)
+    with locked(out):
+        report = run_conversion(src, out, chosen, device=options.resolve_device(device), command=command)
     if json:
         console.result_json(report)
     else:
