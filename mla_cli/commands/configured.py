@@ -107,9 +107,11 @@ def warm_up(values: dict[str, Any], path: Path | None, engine: Engine) -> None:
     entries = values.get("warmup", [])
     if not entries:
         return
-    from mla_cli.runtime.batch import SHORTEST_CHUNK
+    from mla_cli.runtime.batch import SHORTEST_CHUNK, reads_few_fast
 
     tokenizer = engine.generator.tokenizer
+    fine = reads_few_fast(engine.generator.decoder, engine.generator.pool.storage)
+    least = choices.PAGE_TOKENS if fine else SHORTEST_CHUNK
     tokens = []
     for number, entry in enumerate(entries, start=1):
         try:
@@ -121,8 +123,8 @@ def warm_up(values: dict[str, Any], path: Path | None, engine: Engine) -> None:
     console.note("reading the beginnings of prompts")
     for number, (own, kept) in enumerate(zip(tokens, engine.generator.warm_up(tokens), strict=True), start=1):
         if not kept:
-            why = f"beginnings are kept from {SHORTEST_CHUNK} tokens on"
-            if len(own) >= SHORTEST_CHUNK:
+            why = f"beginnings are kept from {least} tokens on"
+            if len(own) >= least:
                 why = (
                     f"there is no room for it in {choices.WARM_SHARE:.0%} of the pool, or the model reads prompts whole"
                 )

@@ -62,7 +62,7 @@ def _kept_file(path: Path, engine: Engine, form: str, page_bytes: int, slots: in
     import torch
 
     from mla_cli import __version__
-    from mla_cli.runtime.batch import LONGEST_CHUNK, SHORTEST_CHUNK
+    from mla_cli.runtime.batch import LONGEST_CHUNK, MIDDLE_CHUNK, SHORTEST_CHUNK
     from mla_cli.runtime.kept_file import KeptFile
     from mla_cli.runtime.result_journal import model_digest
 
@@ -72,7 +72,7 @@ def _kept_file(path: Path, engine: Engine, form: str, page_bytes: int, slots: in
         torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability(),
     }  # fmt: skip
     facts = {
-        "version": [__version__, torch.__version__, SHORTEST_CHUNK, LONGEST_CHUNK],
+        "version": [__version__, torch.__version__, SHORTEST_CHUNK, MIDDLE_CHUNK, LONGEST_CHUNK],
         "model": model_digest(model.source.folder, model.source.sha256()),
         "cache_form": _digest([form, engine.cache_form]),
         "way_of_computing": _digest(how),

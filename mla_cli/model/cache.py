@@ -188,6 +188,21 @@ class Cache:
         ]
         return other
 
+    def rows_of_next(self, count: int) -> Cache | None:
+        """Of one sequence in pages: a cache of `count` rows, each of which is the sequence up to one of its next tokens.
+
+        A step of these rows writes and reads the sequence's own pages. None where there are no pages.
+        """
+        tables = [store.table for layer in self.layers for store in layer.stores]
+        if len(self.host_lengths) != 1 or any(table is None for table in tables):
+            return None
+        other = copy.copy(self)
+        other.host_lengths = self.host_lengths + torch.arange(count)
+        other.lengths = other.host_lengths.to(self.lengths.device)
+        table = cast(Tensor, tables[0]).expand(count, -1).contiguous()
+        other.layers = [LayerCache(tuple(_with_table(store, table) for store in layer.stores)) for layer in self.layers]
+        return other
+
     def put(self, rows: Sequence[int], other: Cache) -> None:
         """Replace sequences by those of a cache of the same kind, in order."""
         index = torch.tensor(rows)
@@ -224,6 +239,12 @@ class Cache:
 
     def _static_stores(self) -> list[StaticStore]:
         return [layer.stores[0] for layer in self.layers if isinstance(layer.stores[0], StaticStore)]
+
+
+def _with_table(store: Store, table: Tensor) -> Store:
+    other = copy.copy(store)
+    other.table = table
+    return other
 
 
 def _layer_cache(

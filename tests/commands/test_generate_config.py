@@ -320,16 +320,14 @@ def test_beginnings_that_are_read_ahead(long_model: str, tmp_path: Path, capfd: 
     prompt = "s" * 1200 + "and then"
     plain, _ = run([], prompt)
     assert plain["statistics"]["shared_prompt_tokens"] == 0
-    for text, kept in (("s" * 511, 512), ("s" * 600, 512), ("s" * 1100, 1024), ("t" * 600, 0)):
+    for text, kept in (("s" * 511, 512), ("s" * 600, 512), ("s" * 1100, 1088), ("t" * 600, 0)):
         warm, err = run([text], prompt)
         assert warm["token_ids"] == plain["token_ids"]
         assert warm["statistics"]["shared_prompt_tokens"] == kept
         assert warm["statistics"]["prompt_tokens"] == 1209 - kept
         assert "warning" not in err
-    warm, err = run(["s" * 500, "s" * 600], prompt)
-    assert "warmup entry 1 (501 tokens) is kept: beginnings are kept from 512 tokens on" in err.replace(
-        "nothing of ", ""
-    )
+    warm, err = run(["s" * 62, "s" * 600], prompt)
+    assert "nothing of warmup entry 1 (63 tokens) is kept: beginnings are kept from 64 tokens on" in err
     assert warm["statistics"]["shared_prompt_tokens"] == 512
     # A twentieth of the pool: 1,638 of 32,768 tokens, of which the first beginning takes 1,024.
     _, err = run(["s" * 1100, "t" * 600, "u" * 600], prompt)
@@ -341,7 +339,7 @@ def test_beginnings_that_are_read_ahead(long_model: str, tmp_path: Path, capfd: 
     plain, _ = run([], *arguments)
     warm, _ = run([conversation], *arguments)
     assert warm["token_ids"] == plain["token_ids"]
-    assert warm["statistics"]["shared_prompt_tokens"] == 512
+    assert warm["statistics"]["shared_prompt_tokens"] == 704
 
 
 def test_kept_prompts_outside_the_pool(long_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -374,10 +372,10 @@ def test_kept_prompts_outside_the_pool(long_model: str, tmp_path: Path, capfd: p
     assert "mla_tier" not in (tmp_path / "m.prom").read_text()
     answers, statistics, err = run({"host_size": 8})
     assert answers == plain
-    assert statistics["chunks_from_host"] + statistics["chunks_from_pool"] == 2
-    assert statistics["chunks_read"] == 3
+    assert statistics["chunks_from_host"] + statistics["chunks_from_pool"] == 2 * 2
+    assert statistics["chunks_read"] == 3 * 2
     assert "kept in host memory" in err
-    for read in (3, 0):
+    for read in (6, 0):
         answers, statistics, err = run({"file": str(kept), "file_size": 12}, prefetch={"enabled": True})
         assert answers == plain
         assert statistics["chunks_read"] == read

@@ -79,6 +79,7 @@ class ScriptedDecoder:
     """A decoder whose next token is a function of the sequence so far: `say(tokens) -> token, or a row of logits`."""
 
     backend = "torch"
+    fast_step = None
     dtype = torch.float32
     device = torch.device("cpu")
 

@@ -441,3 +441,5 @@ def test_statistics_count_what_happened(llama: tuple[Any, Decoder, Tokenizer]) -
 def test_chunks() -> None:
     assert [chunk_ends(n) for n in (1, 512, 513, 1500)] == [[1], [512], [512, 513], [512, 1024, 1500]]
     assert chunk_ends(6200) == [512, 1024, 2048, 4096, 6144, 6200]
+    fine = {64: [64], 330: [256, 320, 330], 513: [512, 513], 624: [512, 576, 624], 1400: [512, 1024, 1280, 1344, 1400]}
+    assert {n: chunk_ends(n, fine=True) for n in fine} == fine

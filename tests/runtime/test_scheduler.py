@@ -19,7 +19,7 @@ from mla_cli.model.cache_store import Store
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.page_pool import PagePool
 from mla_cli.model.tokenizer import Tokenizer
-from mla_cli.runtime.batch import Batch
+from mla_cli.runtime.batch import Batch, read_chunk
 from mla_cli.runtime.cpu_step import CpuStep
 from mla_cli.runtime.generator import Generator
 from mla_cli.runtime.live_range import LiveRange, StaticRanges
@@ -100,6 +100,28 @@ def test_prompts_of_any_length_share_what_they_begin_with(tokenizer: Tokenizer) 
     generator = Generator(decoder, tokenizer, logprobs=True)
     assert tokens_of(generator, requests) == alone
     assert generator.statistics.shared_tokens == 1024 + 512 + 2048
+
+
+def test_few_tokens_are_read_alike_however_they_are_cut() -> None:
+    decoder = compiled_decoder()
+    quantizers = (LatentQuantizer("int8"),) * decoder.spec.num_layers
+    pool = PagePool(partial(decoder.make_cache, quantizers=quantizers), 8)
+    pages, tokens = pool.take(4), [3 + (7 * i) % 200 for i in range(150)]
+    assert pages is not None
+    found = []
+    with torch.inference_mode():
+        for cuts in ((100, 150), (100, 101, 120, 150), (100, 137, 150)):
+            cache, start = pool.view([pages], [0]), 0
+            for end in cuts:
+                hidden = read_chunk(decoder, cache, tokens[start:end])
+                start = end
+            assert cache.longest == 150
+            found.append(hidden)
+        cache = pool.view([pages], [0])
+        decoder(torch.tensor([tokens[:100]]), cache)
+        whole = decoder(torch.tensor([tokens[100:]]), cache)[:, -1]
+    assert all(torch.equal(hidden, found[0]) for hidden in found)
+    assert torch.allclose(whole, found[0], atol=0.05 * float(whole.abs().max()))
 
 
 def test_static_ranges_are_derived_again_after_pages_were_lost(tokenizer: Tokenizer) -> None:
