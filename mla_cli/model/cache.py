@@ -188,19 +188,21 @@ class Cache:
         ]
         return other
 
-    def rows_of_next(self, count: int) -> Cache | None:
-        """Of one sequence in pages: a cache of `count` rows, each of which is the sequence up to one of its next tokens.
+    def rows_of_next(self, count: int) -> Cache:
+        """Of one sequence: a cache of `count` rows, each of which is the sequence up to one of its next tokens.
 
-        A step of these rows writes and reads the sequence's own pages. None where there are no pages.
+        A step of these rows by the kernels for single tokens writes and reads the sequence's own places: of a pool, or, in one
+        piece, as if they were pages of one.
         """
-        tables = [store.table for layer in self.layers for store in layer.stores]
-        if len(self.host_lengths) != 1 or any(table is None for table in tables):
-            return None
+        self.begin(count, self.host_lengths + count)
+        table = self.layers[0].stores[0].table
+        if table is None:
+            table = torch.arange(-(-self._room // PAGE_TOKENS), device=self.lengths.device)[None]
         other = copy.copy(self)
         other.host_lengths = self.host_lengths + torch.arange(count)
         other.lengths = other.host_lengths.to(self.lengths.device)
-        table = cast(Tensor, tables[0]).expand(count, -1).contiguous()
-        other.layers = [LayerCache(tuple(_with_table(store, table) for store in layer.stores)) for layer in self.layers]
+        rows = table.expand(count, -1).contiguous()
+        other.layers = [LayerCache(tuple(_with_table(store, rows) for store in layer.stores)) for layer in self.layers]
         return other
 
     def put(self, rows: Sequence[int], other: Cache) -> None:

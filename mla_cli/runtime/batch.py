@@ -71,7 +71,8 @@ def prefill(
         see: is shown how large the latents of each chunk were (see `Cache.latest_ranges`), and its length.
     """
     start = 0
-    for end in [len(prompt)] if reads_whole(decoder) else chunk_ends(len(prompt)):
+    fine = reads_few_fast(decoder, cache)
+    for end in [len(prompt)] if reads_whole(decoder) else chunk_ends(len(prompt), fine=fine):
         hidden = read_chunk(decoder, cache, prompt[start:end], see)
         start = end
     return decoder.logits(hidden)
@@ -88,12 +89,10 @@ def read_chunk(
     Few tokens go through the kernels for single tokens, one a row: these read the weights as they are stored, where a product
     of all tokens widens them first (24 tokens behind 512 on two cores: 44 ms against 134; 64 tokens: 110 against 210).
     """
-    if len(tokens) <= PAGE_TOKENS and reads_few_fast(decoder, cache):
-        rows = cache.rows_of_next(len(tokens))
-        if rows is not None:
-            hidden = decoder(torch.tensor(tokens)[:, None], rows)  # [T, 1, D]
-            cache.advance(cache.host_lengths + len(tokens))
-            return hidden[-1]
+    if len(tokens) <= PAGE_TOKENS and len(cache.host_lengths) == 1 and reads_few_fast(decoder, cache):
+        hidden = decoder(torch.tensor(list(tokens))[:, None], cache.rows_of_next(len(tokens)))  # [T, 1, D]
+        cache.advance(cache.host_lengths + len(tokens))
+        return hidden[-1]
     count = torch.tensor([len(tokens)])
     hidden = decoder(torch.tensor([list(tokens)], device=decoder.device), cache, count)  # [1, T, D]
     if see is not None:
