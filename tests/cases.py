@@ -50,7 +50,7 @@ CASES = MappingProxyType({
     "CV-22": f"{_R}test_what_float16_cannot_hold_is_named_and_not_written "
              f"{_WRITE}test_values_that_are_not_finite_are_refused_by_name",
     "CV-23": f"{_R}test_the_file_says_what_is_stored {_C}test_follows_the_stored_type",
-    "CV-24": f"{_WRITE}test_shards_leave_memory_as_they_fill {_C}test_dry_run_touches_nothing "
+    "CV-24": f"{_WRITE}test_tensors_leave_memory_as_they_come {_C}test_dry_run_touches_nothing "
              f"{_WRITE}test_too_little_space_is_told_before_the_work",
     "CV-25": f"{_C}test_refuses_flags_with_their_range {_C}test_quality_falls_with_the_rank_and_full_rank_loses_nothing",
     "CV-26": f"{_R}test_a_conversion_that_loses_too_much_says_so",
