@@ -131,7 +131,8 @@ class HealState:
         try:
             yield
         except Exception:
-            if self.folder.is_dir() and {file.name for file in self.folder.iterdir()} <= {"key.pt"}:
+            whole = {file.name for file in self.folder.glob("*.pt")}
+            if whole <= {"key.pt", f"{WRITING}.pt"}:  # an output that could not be finished is not in place
                 self.remove()
             raise
 

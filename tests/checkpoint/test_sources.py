@@ -104,7 +104,7 @@ def test_path_like_text_never_reaches_the_network(text: str, no_network: None) -
     message = refusal(text)
     assert "no such folder" in message or "no config.json" in message
     if "\x00" not in text:
-        assert text == "." or text in message
+        assert text == "." or text[:300] in message  # long ones are cut
 
 
 @pytest.mark.parametrize("text", ["model.gguf", "dir/m.safetensors", "pytorch_model.bin"])
