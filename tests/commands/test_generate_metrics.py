@@ -123,7 +123,8 @@ def test_figures_are_served_while_it_runs(model: str, tmp_path: Path, address: s
         url = read_until(run, r"metrics at (http://\S+/metrics)")[1]
         assert re.match(r"http://(127\.0\.0\.1|localhost):\d+/", url)
         tokens, until = 0.0, time.monotonic() + 60
-        while tokens < 10 and time.monotonic() < until:
+        found: Samples = {}
+        while (tokens < 10 or ("mla_requests_running", ()) not in found) and time.monotonic() < until:
             with urllib.request.urlopen(url, timeout=10) as answer:
                 assert answer.headers["content-type"].startswith("text/plain")
                 found = samples(answer.read().decode())
