@@ -48,15 +48,20 @@ class PageBytes:
             out[:, start:end] = rows.numpy()[at] if rows.device.type == "cpu" else rows[at].cpu().numpy()
         return out
 
-    def write(self, pages: Sequence[int], data: Bytes) -> None:
-        """Have pages hold what `read` gave, `[N, page_bytes]`."""
+    def write(self, pages: Sequence[int], data: Bytes) -> list[Tensor]:
+        """Have pages hold what `read` gave, `[N, page_bytes]`; gives the tensors that were written to.
+
+        A pool that has grown since then is in others (see `tensors`), and what was written may be lost.
+        """
         at = list(pages)
-        for rows, start, end in self._parts():
+        parts, written = self._parts(), self._seen
+        for rows, start, end in parts:
             if rows.device.type == "cpu":
                 rows.numpy()[at] = data[:, start:end]
             else:
                 with torch.inference_mode():
                     rows[at] = torch.from_numpy(np.ascontiguousarray(data[:, start:end])).to(rows.device)
+        return written
 
     def _parts(self) -> list[tuple[Tensor, int, int]]:
         return list(zip(self._latest(), self._ends[:-1].tolist(), self._ends[1:].tolist(), strict=True))

@@ -200,7 +200,7 @@ class Tiers:
     def _write(self, name: bytes, data: Bytes) -> None:
         self._put(name, data)  # in the thread
         with self._lock:
-            del self._unwritten[name]
+            self._unwritten.pop(name, None)  # gone already if it left host memory twice before it was written
 
     def _put(self, name: bytes, data: Bytes) -> None:
         assert self._file is not None
@@ -257,8 +257,8 @@ class Tiers:
         found = self._look_up(name)
         if found is None or len(found[0]) != len(pages):
             return None
-        self._pages_of_thread.write(pages, found[0])
-        return self._pages_of_thread.tensors(), found[1], perf_counter() - began
+        written = self._pages_of_thread.write(pages, found[0])
+        return written, found[1], perf_counter() - began
 
     def _settle(self, name: bytes) -> bool:
         """Wait for a chunk that is on its way; whether it is in the pool now."""

@@ -342,7 +342,6 @@ def test_beginnings_that_are_read_ahead(long_model: str, tmp_path: Path, capfd: 
     assert warm["statistics"]["shared_prompt_tokens"] == 704
 
 
-@pytest.mark.xfail(strict=False, reason="seen once under load: another text with a prompt brought back; to be found")
 def test_kept_prompts_outside_the_pool(long_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What a run leaves in the file spares the next one reading it, and changes no token."""
     config, kept, prompts = tmp_path / "mla.yaml", tmp_path / "kept", tmp_path / "p.jsonl"

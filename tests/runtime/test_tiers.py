@@ -301,6 +301,56 @@ def test_what_waits_is_brought_back_beside_the_computation(decoder: Decoder, tok
         assert tiers.counts.fallbacks == 0
 
 
+class Calls(np.ndarray):
+    """Bytes of pages; `before_reading` is called once, when they are about to be put into a pool."""
+
+    before_reading: Callable[[], None] | None = None
+
+    def __getitem__(self, at: Any) -> Any:
+        call, self.before_reading = self.before_reading, None
+        if call is not None:
+            call()
+        return super().__getitem__(at)
+
+
+def test_a_pool_that_grows_while_a_page_is_filled(
+    decoder: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes to the place where the pages were is not taken for what the pages hold."""
+    made, asked = Made(decoder, tokenizer), requests("aba")
+    expected = answers(made.plain(), asked)
+    left: list[bytes] = []
+    chunks: list[Calls] = []
+    read, save = PageBytes.read, Tiers.save
+
+    def read_calling(pages: PageBytes, which: Any) -> Calls:
+        chunks.append(read(pages, which).view(Calls))
+        return chunks[-1]
+
+    def save_named(tiers: Tiers, name: bytes, pages: Any) -> None:
+        left.append(name)
+        save(tiers, name, pages)
+
+    monkeypatch.setattr(PageBytes, "read", read_calling)
+    monkeypatch.setattr(Tiers, "save", save_named)
+    with made.tiered(64, prefetch=Prefetch()) as (generator, tiers):
+        pool = generator.pool
+
+        def grow() -> None:
+            pool.storage.add_pages(pool.limit + 1 + len(left))
+            pool.growths += 1
+
+        assert answers(generator, asked[:2]) == expected[:2]
+        answers(generator, requests("cd"))  # in the place of what is asked for again
+        chunks[0].before_reading = grow
+        tiers.look_ahead([left[0]], running=0)
+        tiers.settle()
+        assert chunks[0].before_reading is None
+        assert not pool.has(left[0])
+        assert answers(generator, asked[2:]) == expected[2:]
+        assert tiers.counts.from_host == 1
+
+
 def run_one_by_one(made: Made, order: str, settle: Callable[[Tiers], None], prefetch: Prefetch) -> Tiers:
     """Requests that come when the one before has ended: nothing waits, so all that is brought back is a guess."""
     asked = requests(order)
