@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from mla_cli.calibration.precision import fast_dtype, settle
 from mla_cli.calibration.texts import CalibrationTexts
+from mla_cli.checkpoint.digest import digest_of
 from mla_cli.checkpoint.disk import disk_error
 from mla_cli.console import note
 from mla_cli.converters.heal_layers import HealedLayer, LayerHealing
@@ -50,7 +50,7 @@ class HealState:
         out = Path(out).resolve()
         self._prefix = ""
         self.folder = out.parent / f".{out.name}.mla-resume"
-        keys = {name: _digest(value) for name, value in fingerprint.items()}
+        keys = {name: digest_of(value) for name, value in fingerprint.items()}
         found = self._read("key") if resume else None
         if found is None:
             if resume:
@@ -166,10 +166,6 @@ def fingerprint(source_sha256: str, options: Any, texts: Sequence[CalibrationTex
         "options": {k: v for k, v in asdict(options).items() if k not in INDIFFERENT},
         "texts": [[part.sequences.tolist(), part.lengths.tolist()] for part in texts],
     }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_from(spec: LatentAttentionSpec, tensors: dict[str, Tensor]) -> LatentWeights:

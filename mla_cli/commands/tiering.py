@@ -62,6 +62,7 @@ def _kept_file(path: Path, engine: Engine, form: str, page_bytes: int, slots: in
     import torch
 
     from mla_cli import __version__
+    from mla_cli.checkpoint.digest import digest_of
     from mla_cli.runtime.batch import LONGEST_CHUNK, MIDDLE_CHUNK, SHORTEST_CHUNK
     from mla_cli.runtime.kept_file import KeptFile
     from mla_cli.runtime.result_journal import model_digest
@@ -74,14 +75,7 @@ def _kept_file(path: Path, engine: Engine, form: str, page_bytes: int, slots: in
     facts = {
         "version": [__version__, torch.__version__, SHORTEST_CHUNK, MIDDLE_CHUNK, LONGEST_CHUNK],
         "model": model_digest(model.source.folder, model.source.sha256()),
-        "cache_form": _digest([form, engine.cache_form]),
-        "way_of_computing": _digest(how),
+        "cache_form": digest_of([form, engine.cache_form]),
+        "way_of_computing": digest_of(how),
     }
     return KeptFile(path, facts, page_bytes, slots, console.note)
-
-
-def _digest(value: Any) -> str:
-    import hashlib
-    import json
-
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

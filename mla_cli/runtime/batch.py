@@ -43,8 +43,9 @@ def chunk_ends(tokens: int, *, fine: bool = False) -> list[int]:
         ends.append(end)
         end += min(end, LONGEST_CHUNK)
     if fine:
-        start = max((tokens - 1) // MIDDLE_CHUNK * MIDDLE_CHUNK, *ends[-1:], 0)
-        ends += range(start if start not in (0, *ends[-1:]) else start + PAGE_TOKENS, tokens, PAGE_TOKENS)
+        last = ends[-1] if ends else 0
+        middle = (tokens - 1) // MIDDLE_CHUNK * MIDDLE_CHUNK
+        ends += range(middle if middle > last else last + PAGE_TOKENS, tokens, PAGE_TOKENS)
     return [*ends, tokens]
 
 
@@ -53,10 +54,12 @@ def reads_few_fast(decoder: Decoder, cache: Cache) -> bool:
     return decoder.fast_step is not None and decoder.fast_step.takes(cache)
 
 
-def reads_whole(decoder: Decoder) -> bool:
-    """Whether a decoder must read a prompt at once."""
+def prompt_cuts(decoder: Decoder, cache: Cache, tokens: int) -> list[int]:
+    """Where a decoder cuts a prompt of that length that it reads into a cache (see `chunk_ends`)."""
     # The frequencies of dynamic scaling depend on the length so far: chunks would turn keys by others than a whole.
-    return any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention)
+    if any(a.rotary is not None and a.rotary.kind == "dynamic" for a in decoder.spec.attention):
+        return [tokens]
+    return chunk_ends(tokens, fine=reads_few_fast(decoder, cache))
 
 
 def prefill(
@@ -71,8 +74,7 @@ def prefill(
         see: is shown how large the latents of each chunk were (see `Cache.latest_ranges`), and its length.
     """
     start = 0
-    fine = reads_few_fast(decoder, cache)
-    for end in [len(prompt)] if reads_whole(decoder) else chunk_ends(len(prompt), fine=fine):
+    for end in prompt_cuts(decoder, cache, len(prompt)):
         hidden = read_chunk(decoder, cache, prompt[start:end], see)
         start = end
     return decoder.logits(hidden)
@@ -112,8 +114,7 @@ class Batch:
         self.rows: list[ActiveSequence] = []
         self.shared_tokens = 0
         self._decoder, self._pool, self._live, self._share = decoder, pool, live, share
-        self._fine = reads_few_fast(decoder, pool.storage)
-        self._reads_whole, self._growths = reads_whole(decoder), pool.growths
+        self._growths = pool.growths
         self._stepping: list[ActiveSequence] = []  # the rows of what follows
         self._cache: Cache | None = None  # None: the rows or their pages have changed
         self._sampler: tuple[list[ActiveSequence], RowSampler] | None = None
@@ -121,8 +122,7 @@ class Batch:
     def cut(self, sequence: ActiveSequence) -> None:
         """Say where a sequence's prompt is cut into chunks, and what these are called."""
         if not sequence.ends:
-            length = len(sequence.prompt)
-            sequence.ends = [length] if self._reads_whole else chunk_ends(length, fine=self._fine)
+            sequence.ends = prompt_cuts(self._decoder, self._pool.storage, len(sequence.prompt))
             sequence.names = _names(sequence.prompt, sequence.ends) if self._share else []
 
     def join_apart(self, sequence: ActiveSequence) -> bool:

@@ -20,7 +20,7 @@ from mla_cli.model.cache_store import PAGE_TOKENS
 from mla_cli.model.decoder import Decoder
 from mla_cli.model.page_pool import PagePool, pages_for
 from mla_cli.model.tokenizer import Tokenizer
-from mla_cli.runtime.batch import Batch, chunk_ends, reads_few_fast, reads_whole
+from mla_cli.runtime.batch import Batch, prompt_cuts
 from mla_cli.runtime.choices import COOL_DOWN, DEFAULT_MAX_BATCH, WARM_SHARE
 from mla_cli.runtime.fallback import Fallback
 from mla_cli.runtime.live_range import LiveRange, StaticRanges
@@ -134,11 +134,7 @@ class Generator:
         room = int(WARM_SHARE * self._pool.limit) * PAGE_TOKENS
         kept = []
         for tokens in beginnings:
-            ends = (
-                []
-                if reads_whole(self.decoder)
-                else chunk_ends(len(tokens) + 1, fine=reads_few_fast(self.decoder, self._pool.storage))[:-1]
-            )
+            ends = prompt_cuts(self.decoder, self._pool.storage, len(tokens) + 1)[:-1]
             end = max((end for end in ends if end <= room and end < self.context), default=0)
             if end:
                 # One token more: a chunk is kept for prompts that go on behind it.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mla_cli import __version__
+from mla_cli.checkpoint.digest import digest_of
 from mla_cli.checkpoint.disk import disk_error
 from mla_cli.console import note
 from mla_cli.errors import UsageError
@@ -150,7 +151,7 @@ def run_facts(
     return {
         "version of mla": __version__,
         "model": model_digest(folder, weights_sha256),
-        "file of prompts, or other sampling options": _digest(prompts),
+        "file of prompts, or other sampling options": digest_of(prompts),
         "set of options": json.dumps(how, sort_keys=True, default=str),
     }
 
@@ -162,10 +163,6 @@ def model_digest(folder: Path, weights_sha256: str) -> str:
         if not file.name.startswith("mla_report") and not file.name.endswith(".index.json"):
             model.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
     return model.hexdigest()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

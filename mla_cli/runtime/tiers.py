@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mla_cli.model.page_bytes import Bytes, PageBytes
 from mla_cli.model.page_pool import PagePool
+from mla_cli.runtime import choices
 from mla_cli.runtime.kept_file import KeptFile
 from mla_cli.runtime.prefix_tree import PrefixTree
 from mla_cli.runtime.tier_counts import TierCounts
@@ -34,10 +35,10 @@ class Prefetch:
         fallback: share of right guesses below which guessing pauses for `cool_down` requests; 0: never.
     """
 
-    lookahead: int = 3
-    threshold: float = 0.7
-    fallback: float = 0.85
-    cool_down: int = 5
+    lookahead: int = choices.LOOKAHEAD
+    threshold: float = choices.LOOK_THRESHOLD
+    fallback: float = choices.FALLBACK_THRESHOLD
+    cool_down: int = choices.COOL_DOWN
 
 
 @dataclass
